@@ -26,8 +26,8 @@ from typing import Any
 from kvplane.base.errors import DeadlineExceeded, Unavailable
 from kvplane.base.groups import GroupKind, TierKind
 from kvplane_service.auth.gate import CALL
-from kvplane_service.core.state_entries import digest_as_stated
-from kvplane_service.replicas import cores
+from kvplane_service.core import loader
+from kvplane_service.core.state import digest_as_stated
 from kvplane_service.store.record import MAGIC
 
 Real = Callable[..., Any]
@@ -76,14 +76,14 @@ def weakened(name: str) -> Iterator[Twin]:
     """Patch the product of this process inside the block; replicas have the Python core, which patches change."""
     twin = TWINS[name]
     found = [patch.find() for patch in twin.patches]
-    selected = os.environ.get(cores.VARIABLE, "")
-    os.environ[cores.VARIABLE] = "python"
+    selected = os.environ.get(loader.VARIABLE, "")
+    os.environ[loader.VARIABLE] = "python"
     for patch, (owner, attribute, real) in zip(twin.patches, found, strict=True):
         setattr(owner, attribute, _changed(real, patch.change))
     try:
         yield twin
     finally:
-        os.environ[cores.VARIABLE] = selected
+        os.environ[loader.VARIABLE] = selected
         for owner, attribute, real in found:
             setattr(owner, attribute, real)
 

@@ -47,7 +47,7 @@ from kvplane.base.step import (
     StepResult,
 )
 from kvplane_service.core.interface import ReplicaCore
-from kvplane_service.replicas.cores import new_replica
+from kvplane_service.core.loader import new_replica
 from kvplane_tools.replay.engine import Engine
 from kvplane_tools.replay.fleet import Fleet
 from kvplane_tools.replay.plan import CostModel, EngineConfig

@@ -43,7 +43,7 @@ from kvplane_fleet.policies import Chooser, Option, Policy
 from kvplane_fleet.settings import PlaceSettings, RouterSettings
 from kvplane_fleet.wire.events import Batch, GroupFormat, Removed, Stored, Tier
 from kvplane_service.core.cache_events import runs_of
-from kvplane_service.replicas.cores import new_replica
+from kvplane_service.core.loader import new_replica
 from kvplane_tools.replay.engine import Engine
 from kvplane_tools.replay.fleet import Fleet
 from kvplane_tools.replay.plan import NS_PER_SECOND, CostModel, EngineConfig

@@ -28,7 +28,7 @@ from kvplane.v1 import allocation_pb2 as pb
 from kvplane.wire.sources import encode_layer_source
 from kvplane_plan.models.catalogue import model_layers
 from kvplane_plan.models.shapes import ModelOptions
-from kvplane_service.replicas import cores
+from kvplane_service.core import loader
 from kvplane_service.rpc.sources import plan_source
 from kvplane_tools.replay.engine import Engine
 from kvplane_tools.replay.plan import CostModel, EngineConfig
@@ -168,7 +168,7 @@ def main() -> None:
         print(lines[-1], flush=True)
     print("\n".join(lines))
     if not options.no_write:
-        core = f"core {cores.describe()}"
+        core = f"core {loader.describe()}"
         RESULTS.write_text("\n".join([__doc__.strip(), "", *lines, "", f"{machine_line()}, {core}", ""]))
 
 

@@ -24,8 +24,8 @@ import torch
 
 from kvplane.base.groups import TierKind, TierSpec
 from kvplane_service.core.entries import Entries, KeyRun
+from kvplane_service.core.interface import INSIDE
 from kvplane_service.core.lookup import PrefixLookup
-from kvplane_service.core.pool import INSIDE
 from kvplane_service.core.replica import Replica
 from kvplane_worker.tiers.disk import DiskSlots
 from kvplane_worker.tiers.kept import Kept, read_index, write_index

@@ -24,8 +24,8 @@ from kvplane.session.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.wire import encode_spec
 from kvplane_service.config import Config
+from kvplane_service.core import loader
 from kvplane_service.core.step_applier import PATIENT_ROWS
-from kvplane_service.replicas import cores
 from kvplane_service.replicas.idle_check import Outcome
 from kvplane_service.runtime.executors import Executor
 from kvplane_service.store.errors import StoreUnavailable
@@ -262,7 +262,7 @@ def test_describe_counts_the_blocks_under_old_loads(kvplane):
 
 
 def test_describe_and_doctor_say_why_a_replica_has_no_compiled_core(kvplane, monkeypatch):
-    monkeypatch.setenv(cores.VARIABLE, "python")
+    monkeypatch.setenv(loader.VARIABLE, "python")
     with running() as service:
         spec = encode_spec(replica_spec(full(page_bytes=64)))
         service.allocation.RegisterReplica(pb.RegisterReplicaRequest(replica="r", spec=spec))

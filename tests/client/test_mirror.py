@@ -16,8 +16,8 @@ from kvplane.blocking.mirror import MirrorSender
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.config import Config
 from kvplane_service.core import state
-from kvplane_service.core.facts import Update
 from kvplane_service.core.open_step import OpenStep
+from kvplane_service.core.part_rows import Update
 from kvplane_service.core.state import digest
 from tests.core.specification import specification_of
 from tests.core.test_step_law import MIXES

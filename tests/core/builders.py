@@ -33,15 +33,13 @@ from kvplane.base.step import (
     Run,
     Step,
 )
-from kvplane_service.core import inspect
-from kvplane_service.core.lookup import Hit
+from kvplane_service.core import inspect, loader
+from kvplane_service.core.interface import INSIDE, Hit
 from kvplane_service.core.managers.questions import Query
-from kvplane_service.core.pool import INSIDE
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.setup import states_for_drafts
 from kvplane_service.core.state import digest as state_digest
 from kvplane_service.core.twin import TwinReplica
-from kvplane_service.replicas import cores
 
 GRANTED, REFUSED, DEFERRED = AdmitStatus.GRANTED, AdmitStatus.REFUSED, AdmitStatus.DEFERRED
 STALE_HIT, NO_ROOM, NEVER_FITS = AdmitStatus.STALE_HIT, AdmitStatus.NO_ROOM, AdmitStatus.NEVER_FITS
@@ -128,9 +126,9 @@ def new_replica(spec: ReplicaSpec) -> Replica:
 
 def with_twin(replica: Replica) -> Replica:
     """A replica with this state, as `new_replica` makes them."""
-    if os.environ.get(cores.VARIABLE) != "twin":
+    if os.environ.get(loader.VARIABLE) != "twin":
         return replica
-    return TwinReplica(replica, cores._required().NativeReplica.of, cores.CHECK_EVERY)
+    return TwinReplica(replica, loader._required().NativeReplica.of, loader.CHECK_EVERY)
 
 
 def fake_digest(number: int) -> bytes:

@@ -19,6 +19,7 @@ import pytest
 from kvplane.base.errors import FailedPrecondition, KvplaneError
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.step import Orders, Part, Resume, Step, StepResult
+from kvplane_service.core.contents import Content
 from kvplane_service.core.entries import Entries
 from kvplane_service.core.eviction import TurnTailList, WindowTailList
 from kvplane_service.core.inspect import _keys
@@ -28,7 +29,6 @@ from kvplane_service.core.managers.mamba import AlignedStateManager
 from kvplane_service.core.policies import HazardList
 from kvplane_service.core.pool import BlockPool
 from kvplane_service.core.replica import Replica
-from kvplane_service.core.requests import Content
 from kvplane_service.core.split import SplitList
 from kvplane_service.core.state import digest as state_digest
 from kvplane_service.core.state_entries import _policy_state

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import native_build
 from kvplane.base.groups import EvictionPolicy, TierKind, TierSpec
 from kvplane_service.core import inspect
-from kvplane_service.core.invariants import BrokenInvariant
+from kvplane_service.core.interface import BrokenInvariant
 from kvplane_service.core.replica import Replica
 from tests.core import native_builds
 from tests.core import test_invariants as states

@@ -395,7 +395,7 @@ def build() -> Path:
 
 def checks() -> Iterator[tuple[str, object]]:
     """What the tests run, check by check."""
-    from kvplane_service.replicas import cores
+    from kvplane_service.core import loader
     from tests.core import (
         test_image,
         test_native_hashes,
@@ -433,12 +433,12 @@ def checks() -> Iterator[tuple[str, object]]:
     for mix, seed in product(ALL_MIXES, range(4)):
         yield f"image of {mix}, seed {seed}", partial(test_image.decides_as_before, mix, seed)
         yield f"changed image of {mix}, seed {seed}", partial(test_image.meets_changed_images, mix, seed)
-    os.environ[cores.VARIABLE] = "twin"
+    os.environ[loader.VARIABLE] = "twin"
     with small_pools():
         survives = test_native_tiers.test_the_state_survives_the_way_through_the_compiled_core
         for case in (*test_native_tiers.CASES, survives):
             yield case.__name__, case
-    del os.environ[cores.VARIABLE]
+    del os.environ[loader.VARIABLE]
     with paired():
         for seed in range(6):  # of tests/core/test_native_rows.py
             for mix, commit in product(LAW_MIXES, (SAFE, REFERENCE)):

@@ -13,9 +13,8 @@ from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import MambaMode
 from kvplane.base.step import PartResult
 from kvplane_service.core import native, state
-from kvplane_service.core.managers.questions import Need
+from kvplane_service.core.interface import INSIDE, Need
 from kvplane_service.core.open_step import OpenStep
-from kvplane_service.core.pool import INSIDE
 from kvplane_service.core.replica import Replica
 from tests.core import test_open_step
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from weakref import WeakKeyDictionary
 
 from kvplane_service.core.interface import ReplicaCore
+from kvplane_service.core.loading import load_state
 from kvplane_service.core.replica import Replica
-from kvplane_service.core.state import export_state, load_state
+from kvplane_service.core.state import export_state
 from kvplane_service.core.twin import TwinReplica
 
 _LOADED: WeakKeyDictionary[ReplicaCore, tuple[bytes, Replica]] = WeakKeyDictionary()

@@ -21,7 +21,6 @@ from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import EvictionPolicy, ReplicaSpec
 from kvplane.base.step import UNCHANGED, Admit, End, Facts, News, Part, Step
 from kvplane_service.core import inspect
-from kvplane_service.core.facts import Update
 from kvplane_service.core.hazard import (
     GHOST_POOLS,
     HORIZON,
@@ -32,12 +31,14 @@ from kvplane_service.core.hazard import (
     History,
     Learner,
 )
+from kvplane_service.core.loading import load_state
 from kvplane_service.core.native import NativeReplica
 from kvplane_service.core.open_step import OpenStep
+from kvplane_service.core.part_rows import Update
 from kvplane_service.core.policies import HazardList
 from kvplane_service.core.recency import Recency
 from kvplane_service.core.replica import Replica
-from kvplane_service.core.state import digest, export_state, load_state
+from kvplane_service.core.state import digest, export_state
 from tests.core import test_page_contents
 from tests.core.builders import full, replica_spec, window
 

@@ -12,7 +12,8 @@ import pytest
 from kvplane.base.groups import AlignSpec, TierKind, TierSpec
 from kvplane.base.step import End, Part, RowFlag
 from kvplane_service.core import invariants
-from kvplane_service.core.invariants import BrokenInvariant, check_in_slices
+from kvplane_service.core.interface import BrokenInvariant
+from kvplane_service.core.invariants import check_in_slices
 from kvplane_service.core.replica import Replica
 from tests.core.builders import Engine, digests, fake_digest, full, prompt_and_window, state, window
 from tests.core.test_retain import rows_for

@@ -11,10 +11,9 @@ from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import TierKind, TierSpec
 from kvplane.base.session import OpenRequest
 from kvplane.base.stamps import Stamp
-from kvplane_service.core import inspect
+from kvplane_service.core import inspect, setup
 from kvplane_service.core.entries import Entries
 from kvplane_service.core.replica import Replica
-from kvplane_service.core.tiers import behind
 from kvplane_service.replicas.sessions import check_request
 from kvplane_service.replicas.stamps import disks_alone
 from tests.core.builders import full, with_twin
@@ -29,7 +28,7 @@ TEXT = "aaaabbbbcccc"
 
 @pytest.fixture(autouse=True)
 def small_pools(monkeypatch):
-    monkeypatch.setattr(behind, "AHEAD_SHARE", 1)
+    monkeypatch.setattr(setup, "AHEAD_SHARE", 1)
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvplane_service.core import keys
-from kvplane_service.core.keys import WHOLE_MAP_BLOCKS, Entry, ShardedMap, new_map, parts_of, take_entries
+from kvplane_service.core import key_maps
+from kvplane_service.core.key_maps import WHOLE_MAP_BLOCKS, Entry, ShardedMap, new_map, parts_of, take_entries
 from tests.core.test_page_contents import CACHED_MIXES, run
 
 
@@ -46,6 +46,6 @@ def test_a_sharded_map_behaves_as_a_dict(seed):
 
 @pytest.mark.parametrize("mix", CACHED_MIXES)
 def test_pages_hold_what_their_keys_name_with_sharded_maps(monkeypatch, mix):
-    monkeypatch.setattr(keys, "WHOLE_MAP_BLOCKS", 0)
+    monkeypatch.setattr(key_maps, "WHOLE_MAP_BLOCKS", 0)
     for seed in (1, 2):
         run(mix, seed)

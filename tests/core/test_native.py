@@ -29,13 +29,12 @@ from kvplane.base.step import (
     Step,
 )
 from kvplane.session.rows import AdmitRow, NewsRow, PeekRow, part_of
-from kvplane_service import core
+from kvplane_service.core import loader
 from kvplane_service.core.entries import Entries, KeyRun
 from kvplane_service.core.hazard import LEAST_REMEMBERED
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.state import digest, export_state
 from kvplane_service.core.twin import CoresDiffer, TwinReplica
-from kvplane_service.replicas import cores
 from kvplane_tools.replay.from_log import replay_log
 from tests.core import page_engine
 from tests.core.builders import REFUSED, Engine, chunked, fake_digest, full, replica_spec, ring, state, window
@@ -100,8 +99,8 @@ def test_all_kinds_that_the_compiled_core_has_are_played():
 @pytest.mark.parametrize("path", files(), ids=lambda path: path.stem)
 def test_twins_give_the_recorded_results(monkeypatch, path):
     """A step that continues requests is applied by a replica that is loaded from the exported state."""
-    monkeypatch.setenv(cores.VARIABLE, "twin")
-    monkeypatch.setattr(cores, "CHECK_EVERY", 1)
+    monkeypatch.setenv(loader.VARIABLE, "twin")
+    monkeypatch.setattr(loader, "CHECK_EVERY", 1)
     assert replay_log(path).counts["steps"] > 0
 
 
@@ -409,14 +408,14 @@ def test_the_variable_selects_the_core(monkeypatch):
     spec = replica_spec(full())
     kinds = {"": native.NativeReplica, "python": Replica, "native": native.NativeReplica, "twin": TwinReplica}
     for choice, kind in kinds.items():
-        monkeypatch.setenv(cores.VARIABLE, choice)
-        assert isinstance(cores.new_replica(spec), kind)
-        assert isinstance(cores.load_replica(spec, export_state(Replica(spec))), kind)
-        assert cores.describe() == cores.core_of(cores.new_replica(spec)) == (choice or "native")
-    monkeypatch.setenv(cores.VARIABLE, "fast")
+        monkeypatch.setenv(loader.VARIABLE, choice)
+        assert isinstance(loader.new_replica(spec), kind)
+        assert isinstance(loader.load_replica(spec, export_state(Replica(spec))), kind)
+        assert loader.describe() == loader.core_of(loader.new_replica(spec)) == (choice or "native")
+    monkeypatch.setenv(loader.VARIABLE, "fast")
     with pytest.raises(InvalidArgument) as caught:
-        cores.new_replica(spec)
-    assert caught.value.field == cores.VARIABLE
+        loader.new_replica(spec)
+    assert caught.value.field == loader.VARIABLE
 
 
 def long_step(replica):
@@ -494,13 +493,13 @@ def test_a_read_waits_for_a_step_that_is_applied_concurrently(wide):
 
 
 def test_a_missing_library_is_named(monkeypatch):
-    monkeypatch.setattr(cores, "_native", lambda: None)
-    monkeypatch.setenv(cores.VARIABLE, "native")
+    monkeypatch.setattr(loader, "_native", lambda: None)
+    monkeypatch.setenv(loader.VARIABLE, "native")
     with pytest.raises(FailedPrecondition, match="not installed"):
-        cores.new_replica(replica_spec(full()))
-    monkeypatch.setenv(cores.VARIABLE, "")
-    assert isinstance(cores.new_replica(replica_spec(full())), Replica)
-    assert "not installed" in cores.describe()
+        loader.new_replica(replica_spec(full()))
+    monkeypatch.setenv(loader.VARIABLE, "")
+    assert isinstance(loader.new_replica(replica_spec(full())), Replica)
+    assert "not installed" in loader.describe()
 
 
 def test_a_library_of_other_sources_is_named_and_not_used(tmp_path, monkeypatch):
@@ -509,17 +508,17 @@ def test_a_library_of_other_sources_is_named_and_not_used(tmp_path, monkeypatch)
     (tmp_path / "native" / "module.cpp").write_bytes(b"// of a later commit")
     library = tmp_path / "native" / "_native.abi3.so"
     library.write_bytes(b"of an earlier one")
-    monkeypatch.setattr(core, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(loader, "__file__", str(tmp_path / "loader.py"))
     monkeypatch.delitem(sys.modules, "kvplane_service.core.native._native")
-    monkeypatch.setattr(cores, "_problem", cores._problem.__wrapped__)
-    monkeypatch.setenv(cores.VARIABLE, "native")
+    monkeypatch.setattr(loader, "_problem", loader._problem.__wrapped__)
+    monkeypatch.setenv(loader.VARIABLE, "native")
     with pytest.raises(FailedPrecondition, match="compiled from other sources: run make"):
-        cores.new_replica(replica_spec(full()))
-    monkeypatch.setenv(cores.VARIABLE, "")
-    assert isinstance(cores.new_replica(replica_spec(full())), Replica)
-    assert cores.describe() == "python (the compiled core was compiled from other sources: run make)"
+        loader.new_replica(replica_spec(full()))
+    monkeypatch.setenv(loader.VARIABLE, "")
+    assert isinstance(loader.new_replica(replica_spec(full())), Replica)
+    assert loader.describe() == "python (the compiled core was compiled from other sources: run make)"
     library.write_bytes(sha256(b"// of a later commit").hexdigest().encode())
-    assert cores.describe() == "native"
+    assert loader.describe() == "native"
 
 
 def test_a_seed_plays_alike_on_both_cores(monkeypatch):
@@ -561,5 +560,5 @@ def test_both_cores_forget_the_same_keys_of_hazard():
 
 @pytest.mark.parametrize("seed", [3864])
 def test_random_specs_that_showed_a_difference(seed, monkeypatch):
-    monkeypatch.setenv(cores.VARIABLE, "twin")
+    monkeypatch.setenv(loader.VARIABLE, "twin")
     played(draw_spec(seed), seed)

@@ -13,7 +13,7 @@ import native_build
 from kvplane.base.errors import InvalidArgument
 from kvplane_service.core import invariants
 from kvplane_service.core.inspect import check
-from kvplane_service.core.invariants import BrokenInvariant
+from kvplane_service.core.interface import BrokenInvariant
 from tests.core import native_damage
 from tests.core.test_invariants import FAULTS, NAME
 

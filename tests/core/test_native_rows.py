@@ -7,8 +7,7 @@ import pytest
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.step import Cache, End, RowFlag
 from kvplane_service.core import state
-from kvplane_service.core.facts import Update
-from kvplane_service.core.open_step import AdmitTerms
+from kvplane_service.core.part_rows import AdmitTerms, Update
 from tests.core import test_open_step
 from tests.core.builders import GRANTED, REFERENCE, SAFE, digests, full, replica_spec
 from tests.core.test_step_law import MIXES

@@ -16,11 +16,12 @@ from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import EvictionPolicy, SavePolicy, TierKind, TierSpec
 from kvplane.base.step import Admit, Cache, News, Part, RowFlag, Step
 from kvplane.base.when_read import made_of
+from kvplane_service.core import loader
+from kvplane_service.core.loading import load_state
 from kvplane_service.core.open_step import OpenStep
 from kvplane_service.core.replica import Replica
-from kvplane_service.core.state import digest, export_state, load_state
+from kvplane_service.core.state import digest, export_state
 from kvplane_service.core.twin import CoresDiffer, TwinReplica
-from kvplane_service.replicas import cores
 from tests.core import (
     builders,
     page_engine,
@@ -219,7 +220,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES)
 def test_cases_that_random_engines_do_not_play_are_equal(case, monkeypatch):
-    monkeypatch.setenv(cores.VARIABLE, "twin")
+    monkeypatch.setenv(loader.VARIABLE, "twin")
     case()
 
 
@@ -306,8 +307,8 @@ def test_a_damaged_list_of_what_a_tier_wants_is_refused(wanted):
 
 def test_a_replica_with_tiers_has_the_compiled_core(monkeypatch):
     for choice, name in (("auto", "native"), ("native", "native"), ("twin", "twin"), ("python", "python")):
-        monkeypatch.setenv(cores.VARIABLE, choice)
-        assert cores.core_of(cores.new_replica(replica_spec(full(), tiers=(HOST, DISK)))) == name
+        monkeypatch.setenv(loader.VARIABLE, choice)
+        assert loader.core_of(loader.new_replica(replica_spec(full(), tiers=(HOST, DISK)))) == name
 
 
 def test_an_open_step_names_the_load_that_a_slot_waits_for():

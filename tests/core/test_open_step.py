@@ -9,8 +9,8 @@ import pytest
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.step import UNLIMITED, AdmitStatus, Cache, End, RowFlag, Step, Watermark
 from kvplane_service.core import inspect, state
-from kvplane_service.core.facts import Update
-from kvplane_service.core.open_step import AdmitTerms, OpenStep
+from kvplane_service.core.open_step import OpenStep
+from kvplane_service.core.part_rows import AdmitTerms, Update
 from kvplane_service.core.replica import Replica
 from tests.core.builders import GRANTED, REFERENCE, REFUSED, SAFE, STALE_HIT, digests, full, replica_spec, window
 from tests.core.test_step_law import MIXES

@@ -13,7 +13,8 @@ from kvplane.base.groups import AlignSpec, EvictionPolicy
 from kvplane.base.retain import MAX_RETAINED, MAX_RETAINED_NS, MAX_RETAINED_PER_BLOCK, Retain, RetainOutcome
 from kvplane.base.step import Part, Step
 from kvplane_service.core import inspect
-from kvplane_service.core.state import export_state, load_state, read_entries
+from kvplane_service.core.loading import load_state
+from kvplane_service.core.state import export_state, read_entries
 from kvplane_service.decisions.text import operation_lines
 from tests.core.builders import Engine, digests, full, new_replica, state, window
 from tests.core.test_split import split_spec

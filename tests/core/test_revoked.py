@@ -8,12 +8,12 @@ import pytest
 
 from kvplane.base.groups import ReplicaSpec, SavePolicy, TierKind, TierSpec
 from kvplane.base.step import Cache, Part, PartResult, RemoveReason, Step, StepResult
-from kvplane_service.core import inspect
+from kvplane_service.core import inspect, setup
 from kvplane_service.core.entries import Entries
 from kvplane_service.core.keys import Key
+from kvplane_service.core.loading import load_state
 from kvplane_service.core.replica import Replica
-from kvplane_service.core.state import export_state, load_state
-from kvplane_service.core.tiers import behind
+from kvplane_service.core.state import export_state
 from kvplane_service.core.tiers.tiers import Tiers
 from tests.core.builders import full, new_replica
 from tests.core.specification import specification_of
@@ -73,7 +73,7 @@ class Obeyed(Mover):
 
 @pytest.fixture(autouse=True)
 def small_pools(monkeypatch):
-    monkeypatch.setattr(behind, "AHEAD_SHARE", 1)
+    monkeypatch.setattr(setup, "AHEAD_SHARE", 1)
 
 
 @pytest.fixture(params=[(HOST,), (HOST, DISK)], ids=["host", "host and disk"])

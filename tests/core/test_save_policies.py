@@ -9,7 +9,8 @@ import pytest
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import SavePolicy, TierKind, TierSpec
 from kvplane_service.core import inspect
-from kvplane_service.core.state import export_state, load_state
+from kvplane_service.core.loading import load_state
+from kvplane_service.core.state import export_state
 from kvplane_service.core.tiers.behind import SaveBehind
 from kvplane_service.core.tiers.wanted import Wanted
 from tests.core.builders import full, state, window

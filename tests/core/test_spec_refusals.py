@@ -20,8 +20,7 @@ from kvplane.base import groups
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import AlignSpec, CommitRule, EvictionPolicy, GroupSpec, MambaMode, ReplicaSpec
 from kvplane.base.step import Admit, AdmitStatus, News, Part, RowFlag
-from kvplane_service.core import setup
-from kvplane_service.replicas import cores
+from kvplane_service.core import loader, setup
 from tests.core.builders import Engine, chunked, cross, full, replica_spec, sinks, state, window
 from tests.core.spec_campaign import PromptEngine
 
@@ -212,7 +211,7 @@ def test_the_longest_table_is_named_by_the_block(limit):
 @pytest.mark.parametrize("core", ["python", "twin"])
 def test_a_cap_below_what_a_request_holds_is_raised_to_that(core, monkeypatch):
     """Under the cap as stated, a request that the pool has no room for was admitted, and no later row got a block."""
-    monkeypatch.setenv(cores.VARIABLE, core)
+    monkeypatch.setenv(loader.VARIABLE, core)
     for cap in (15, 1):
         engine = Engine(full(admission_cap_blocks=cap), num_blocks=13, max_model_len=60)
         assert engine.admit(0, "a" * 60, cap=16, flags=RowFlag.FULL_FIT).status == AdmitStatus.NEVER_FITS

@@ -17,10 +17,12 @@ from kvplane.base.step import Cache, News, Part, RemoveReason, Resume, Step
 from kvplane_service.core import inspect
 from kvplane_service.core.coordinator import Coordinator
 from kvplane_service.core.entries import Entries, KeyRun
-from kvplane_service.core.lookup import Hit
+from kvplane_service.core.interface import Hit
+from kvplane_service.core.loading import load_state
 from kvplane_service.core.replica import Replica
-from kvplane_service.core.split import SCARCE, SLACK, SplitPool
-from kvplane_service.core.state import digest, export_state, load_state
+from kvplane_service.core.setup import SLACK
+from kvplane_service.core.split import SCARCE, SplitPool
+from kvplane_service.core.state import digest, export_state
 from tests.core.builders import (
     GRANTED,
     NEVER_FITS,

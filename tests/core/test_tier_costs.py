@@ -7,8 +7,9 @@ import pytest
 from kvplane.base.declined import WhyDeclined
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.step import Cache
-from kvplane_service.core.state import export_state, load_state
-from kvplane_service.core.tiers import behind
+from kvplane_service.core import setup
+from kvplane_service.core.loading import load_state
+from kvplane_service.core.state import export_state
 from tests.core.builders import GRANTED, digests, full, with_twin
 from tests.core.specification import specification_of
 from tests.core.test_tiers import DISK, HOST, Mover
@@ -18,7 +19,7 @@ TEXT = "aaaabbbbcccc"  # three blocks of four tokens
 
 @pytest.fixture(autouse=True)
 def small_pools(monkeypatch):
-    monkeypatch.setattr(behind, "AHEAD_SHARE", 1)
+    monkeypatch.setattr(setup, "AHEAD_SHARE", 1)
 
 
 def evicted(*tiers) -> Mover:

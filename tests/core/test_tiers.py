@@ -23,10 +23,10 @@ from kvplane.base.step import (
     RowFlag,
     Run,
 )
-from kvplane_service.core import inspect
+from kvplane_service.core import inspect, setup
+from kvplane_service.core.loading import load_state
 from kvplane_service.core.replica import Replica
-from kvplane_service.core.state import export_state, load_state
-from kvplane_service.core.tiers import behind
+from kvplane_service.core.state import export_state
 from tests.core.builders import DEFERRED, GRANTED, REFUSED, Engine, full, replica_spec, state, stored, window, with_twin
 from tests.core.specification import specification_of
 
@@ -87,7 +87,7 @@ class Mover(Engine):
 @pytest.fixture(autouse=True)
 def small_pools(monkeypatch):
     """The whole of these small pools is looked at for what is evicted next."""
-    monkeypatch.setattr(behind, "AHEAD_SHARE", 1)
+    monkeypatch.setattr(setup, "AHEAD_SHARE", 1)
 
 
 @pytest.fixture

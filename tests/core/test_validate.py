@@ -27,9 +27,9 @@ from kvplane.base.step import (
     Step,
 )
 from kvplane_service import core
+from kvplane_service.core.interface import MAX_SLOTS
 from kvplane_service.core.reasons import TEXTS
 from kvplane_service.core.replica import Replica
-from kvplane_service.core.requests import MAX_SLOTS
 from kvplane_service.core.setup import check_spec
 from kvplane_service.core.state import digest as state_digest
 from kvplane_service.core.validate import MAX_LOOKAHEAD

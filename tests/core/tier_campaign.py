@@ -18,7 +18,7 @@ from kvplane.base.step import PartResult, RemoveReason, Step
 from kvplane_service.core import retaining
 from kvplane_service.core.facts import FactApplier
 from kvplane_service.core.in_flight import InFlightTracker
-from kvplane_service.core.lookup import Hit
+from kvplane_service.core.interface import Hit
 from kvplane_service.core.pool import BlockPool
 from kvplane_service.core.preempted import leave_hit
 from kvplane_service.core.tiers import tiers

@@ -23,8 +23,8 @@ from kvplane.base.groups import ReplicaSpec, TierKind
 from kvplane.base.prefetch import NO_REQUEST, Prefetch
 from kvplane.base.stamps import in_time
 from kvplane.base.step import ANY_HIT, Admit, Cache, End, Facts, Part, PartResult, RowFlag
+from kvplane_service.core import setup
 from kvplane_service.core.entries import Entries
-from kvplane_service.core.tiers import behind
 from kvplane_service.replicas.stamps import disks_alone
 from tests.core import page_scheduler
 from tests.core.page_engine import RandomEngine
@@ -41,12 +41,12 @@ HEADS = ["ab" * 22, "b" * 40, "aaab" * 11, "aabb" * 5 + "a" * 20, "ba" * 15]
 @contextmanager
 def small_pools() -> Iterator[None]:
     """Look at all that is evicted next: a tenth of these pools is a block or two. And ask for longer prompts again."""
-    before = behind.AHEAD_SHARE, page_scheduler.HEADS
-    behind.AHEAD_SHARE, page_scheduler.HEADS = 1, HEADS
+    before = setup.AHEAD_SHARE, page_scheduler.HEADS
+    setup.AHEAD_SHARE, page_scheduler.HEADS = 1, HEADS
     try:
         yield
     finally:
-        behind.AHEAD_SHARE, page_scheduler.HEADS = before
+        setup.AHEAD_SHARE, page_scheduler.HEADS = before
 
 
 @dataclass

@@ -14,7 +14,7 @@ from kvplane.base.groups import TierKind, TierSpec
 from kvplane.base.hashing import split_hashes
 from kvplane.base.layer_spec import DType
 from kvplane.base.step import NO_EXTRA_KEYS, Cache, RowFlag
-from kvplane_service.core.tiers import behind
+from kvplane_service.core import setup
 from kvplane_service.decisions.log import Decision
 from kvplane_service.unary.hashing import hash_tokens
 from kvplane_worker.engine import canary
@@ -216,7 +216,7 @@ class Resealed(HostSlots):
 
 
 def test_damage_that_came_through_a_tier_is_found_and_leaves_the_tier(monkeypatch):
-    monkeypatch.setattr(behind, "AHEAD_SHARE", 1)
+    monkeypatch.setattr(setup, "AHEAD_SHARE", 1)
     monkeypatch.setattr(Resealed, "is_on", True)
     host_tier = (TierSpec(TierKind.HOST, 200),)
     pool = Pool(ModelConfig((FULL, FULL), num_ranks=1), num_blocks=24, tiers=host_tier, batches=4)

@@ -12,7 +12,7 @@ import pytest
 
 from kvplane.base.groups import TierKind, TierSpec
 from kvplane.base.step import ExtraKeys, RowFlag
-from kvplane_service.core.tiers import behind
+from kvplane_service.core import setup
 from kvplane_service.explain.causes import Cause
 from kvplane_worker.engine.config import BOS, ModelConfig
 from kvplane_worker.engine.request import Request
@@ -39,7 +39,7 @@ def other_weights() -> Weights:
 
 @pytest.fixture(autouse=True)
 def small_pools(monkeypatch):
-    monkeypatch.setattr(behind, "AHEAD_SHARE", 1)
+    monkeypatch.setattr(setup, "AHEAD_SHARE", 1)
 
 
 def serve(world: World, at: int, domain: str = "") -> Request:

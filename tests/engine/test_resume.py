@@ -8,9 +8,9 @@ from kvplane.base.errors import InvalidArgument, KvplaneError, Unavailable
 from kvplane.base.session import Opened, OpenRequest, SessionTransport
 from kvplane.base.step import Step, StepResult
 from kvplane_service.config import Config
+from kvplane_service.core import loader
 from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.registry import Registry
-from kvplane_service.replicas import cores
 from kvplane_service.replicas.inprocess import InProcessTransport
 from kvplane_service.replicas.recovery import Recovering
 from kvplane_service.replicas.stamps import Contents
@@ -95,7 +95,7 @@ def test_requests_are_preempted_after_a_failed_launch():
 
 
 def test_requests_are_preempted_when_the_image_is_refused(monkeypatch):
-    kind = type(cores.new_replica(replica_spec(full())))
+    kind = type(loader.new_replica(replica_spec(full())))
     apply = kind.apply
 
     def refuse(self: ReplicaCore, step: Step) -> StepResult:

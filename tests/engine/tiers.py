@@ -27,7 +27,7 @@ from kvplane.base.step import Part, RowFlag, StepResult
 from kvplane.tier_jobs import TierJobs
 from kvplane_kernels.interface import GroupPages
 from kvplane_kernels.torch_ops import TorchOps
-from kvplane_service.core.tiers import behind
+from kvplane_service.core import setup
 from kvplane_worker.engine.config import EVEN, AttentionLayer, LayerConfig, ModelConfig
 from kvplane_worker.engine.engine import Engine
 from kvplane_worker.tiers import HostSlots, Movers
@@ -363,11 +363,11 @@ def run(mix: Mix, num_requests: int, seed: int, fault: Fault = SOUND_TIERS) -> t
     """The stress on one mix. So small pools look at half their blocks for what to save."""
     global LOADS
     LOADS = Loads()
-    before, behind.AHEAD_SHARE = behind.AHEAD_SHARE, 2
+    before, setup.AHEAD_SHARE = setup.AHEAD_SHARE, 2
     try:
         report = run_mix(mix, num_requests, seed, fault)
     finally:
-        behind.AHEAD_SHARE = before
+        setup.AHEAD_SHARE = before
     return report, LOADS
 
 

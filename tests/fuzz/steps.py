@@ -25,9 +25,10 @@ from kvplane.base.groups import CommitRule, GroupKind, GroupSpec, ReplicaSpec, T
 from kvplane.base.step import ExtraKeys, Part, Step
 from kvplane_service.core import native
 from kvplane_service.core.inspect import check
+from kvplane_service.core.loading import load_state
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.setup import check_spec, states_for_drafts
-from kvplane_service.core.state import digest, export_state, load_state
+from kvplane_service.core.state import digest, export_state
 from kvplane_service.core.twin import CoresDiffer, TwinReplica
 from tests.core import page_engine
 from tests.core.builders import cross, fake_digest, full, prompt_and_window, replica_spec, ring, sinks, state, window

@@ -24,9 +24,9 @@ from kvplane.v1.allocation_pb2_grpc import AllocationStub
 from kvplane.v1.replica_pb2 import GroupSpec, ReplicaSpec
 from kvplane.v1.step_pb2 import StepError
 from kvplane_service.config import Config
+from kvplane_service.core import loader
 from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.process.app import App
-from kvplane_service.replicas import cores
 
 T = TypeVar("T")
 WAIT_S = 20  # for what must happen; reached only by a failure
@@ -177,7 +177,7 @@ def running(
 def core_class() -> type[ReplicaCore]:
     """The class of the replicas of services, which `KVPLANE_CORE` selects."""
     spec = groups.ReplicaSpec((groups.GroupSpec(groups.GroupKind.FULL_ATTENTION, 1),), 2, 1, 1, 1, 1)
-    return type(cores.new_replica(spec))
+    return type(loader.new_replica(spec))
 
 
 class HeldThread:

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvplane.base.errors import NotFound
 from kvplane.base.step import Admit, End, Facts, News, Part, Step
 from kvplane_service.config import Config
-from kvplane_service.core.invariants import BrokenInvariant
+from kvplane_service.core.interface import BrokenInvariant
 from kvplane_service.replicas.idle_check import MAX_CHARS, PAUSE_S, Outcome, check_in_background, log_broken
 from tests.core.specification import specification_of
 from tests.service.hosts import HostWorld, spec_of

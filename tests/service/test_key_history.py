@@ -9,7 +9,7 @@ import pytest
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.step import NO_EXTRA_KEYS, Cache, EventKind, Part, RowFlag
-from kvplane_service.core.tiers import behind
+from kvplane_service.core import setup
 from kvplane_service.explain.history import Change, KeyName, read_history
 from kvplane_service.explain.service import explain_block
 from kvplane_service.replicas.host import ReplicaHost
@@ -45,7 +45,7 @@ def test_history_of_a_block_that_a_canary_found_wrong():
 
 
 def test_history_of_a_key_that_came_back_from_a_tier(monkeypatch):
-    monkeypatch.setattr(behind, "AHEAD_SHARE", 1)  # of this small pool, the whole
+    monkeypatch.setattr(setup, "AHEAD_SHARE", 1)  # of this small pool, the whole
     served = Served()
     for number in range(2 * FILLS):
         for back in (0, 5, 8):

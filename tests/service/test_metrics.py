@@ -18,9 +18,10 @@ from kvplane.base.errors import InternalError, InvalidArgument, Unavailable
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.step import Admit, Budget, Cache, End, Facts, News, Part, Run
 from kvplane_service.config import Config
-from kvplane_service.core.state import export_state, load_state
+from kvplane_service.core import loader
+from kvplane_service.core.loading import load_state
+from kvplane_service.core.state import export_state
 from kvplane_service.registry import Registration, Registry
-from kvplane_service.replicas import cores
 from kvplane_service.rpc.encode import encode_summary
 from kvplane_service.telemetry.collector import ServiceCollector
 from kvplane_service.telemetry.http import MetricsServer
@@ -296,7 +297,7 @@ def test_metrics_of_a_canary_count_hits_and_wrong_blocks():
 
 def test_metrics_name_the_core():
     watched = Watched()
-    core = cores.core_of(watched.host.replica)
+    core = loader.core_of(watched.host.replica)
     assert watched.value("kvplane_core_info", core=core) == 1
 
 

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 import pytest
 
 from kvplane.base.step import PartResult, Step, StepResult
+from kvplane_service.core import loader
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.twin import TwinReplica
 from kvplane_service.decisions.log import without_tokens
 from kvplane_service.decisions.packing import pack_decision
-from kvplane_service.replicas import cores
 from kvplane_service.replicas.events import Batch, PublicationHold
 from tests.core import page_engine, test_tier_contents
 from tests.core.test_page_contents import CACHED_MIXES, run
@@ -89,7 +89,7 @@ def packed_twins() -> Iterator[list[PackedTwins]]:
         replicas.append(PackedTwins(spec))
         return replicas[-1]
 
-    cores._prepared()
+    loader._prepared()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(page_engine, "new_replica", make)
         yield replicas

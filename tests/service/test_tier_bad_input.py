@@ -16,8 +16,8 @@ from kvplane.base.step import Admit, Cache, News, Part, RowFlag, Run, Step
 from kvplane.v1 import plan_pb2, replica_pb2
 from kvplane.wire.spec import encode_tiers
 from kvplane_service.config import Config
+from kvplane_service.core import setup
 from kvplane_service.core.state import digest
-from kvplane_service.core.tiers import behind
 from kvplane_service.registry import Registration, Registry
 from tests.core.specification import specification_of
 from tests.service.hosts import spec_of
@@ -119,7 +119,7 @@ def test_a_worker_that_reports_impossible_tiers_is_refused(tiers, field):
 @pytest.fixture
 def loading(monkeypatch):
     """A replica with a load in flight, which waits for a step, and that load's job."""
-    monkeypatch.setattr(behind, "AHEAD_SHARE", 1)
+    monkeypatch.setattr(setup, "AHEAD_SHARE", 1)
     served = Served()
     for fill in range(FILLS):
         served.serve(fill)

@@ -18,7 +18,7 @@ from kvplane_fleet.publish import wire_events
 from kvplane_fleet.settings import PlaceSettings
 from kvplane_fleet.wire.events import GroupFormat, Removed, Stored, Tier
 from kvplane_fleet.wire.msgpack import BatchDecoder
-from kvplane_service.core.tiers import behind
+from kvplane_service.core import setup
 from tests.core.specification import specification_of
 from tests.service.tiered import Served
 
@@ -26,7 +26,7 @@ from tests.service.tiered import Served
 @pytest.fixture(autouse=True)
 def small_pools(monkeypatch):
     """The whole of these small pools is looked at for what is evicted next."""
-    monkeypatch.setattr(behind, "AHEAD_SHARE", 1)
+    monkeypatch.setattr(setup, "AHEAD_SHARE", 1)
 
 
 def test_a_follower_knows_what_each_tier_holds():

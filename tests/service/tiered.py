@@ -12,7 +12,7 @@ from kvplane.base.step import Cache, CacheEvent, End, EventKind, PartResult, Rem
 from kvplane.base.worker import TierUse, WorkerInfo
 from kvplane.session.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
 from kvplane_service.config import Config
-from kvplane_service.core.tiers import behind
+from kvplane_service.core import setup
 from kvplane_service.registry import Registration, Registry
 from kvplane_service.telemetry.collector import ServiceCollector
 from tests.core.follower import Follower
@@ -103,7 +103,7 @@ class Served:
 def _pages(act: Callable[[Served, int], object], times: int = 40, served: Served | None = None) -> Series:
     """What the metrics show while something is done once between two pages."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(behind, "AHEAD_SHARE", 1)  # of these small pools, the whole
+        patch.setattr(setup, "AHEAD_SHARE", 1)  # of these small pools, the whole
         served = served or Served()
         pages = Pages(ServiceCollector(served.registry))
         for number in range(times):

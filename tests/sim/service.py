@@ -16,7 +16,7 @@ from kvplane.v1 import allocation_pb2, plan_pb2
 from kvplane_service.auth.visible import VisibleReplicas
 from kvplane_service.config import Config
 from kvplane_service.core import inspect
-from kvplane_service.core.invariants import BrokenInvariant
+from kvplane_service.core.interface import BrokenInvariant
 from kvplane_service.decisions import log as decisions
 from kvplane_service.registry import Entry, Registration, Registry, UnknownReplica
 from kvplane_service.replicas.events import Batch, Subscription

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvplane_service.core import loader
 from kvplane_service.core.replica import Replica
-from kvplane_service.replicas import cores
 from tests.service.hosts import spec_of
 from tests.sim.campaign import KEPT, campaign
 from tests.sim.world import World, run
@@ -65,11 +65,11 @@ def test_runs_do_not_depend_on_the_core(monkeypatch, seed):
     """Idle checks do not sleep between slices, of which each core has a number of its own. Only the order in which a
     life's keys are published at its beginning, at one time, is that of each core's index.
     """
-    for core in {Replica, type(cores.new_replica(spec_of()))}:
+    for core in {Replica, type(loader.new_replica(spec_of()))}:
         monkeypatch.setattr(core, "check_in_slices", at_once(vars(core)["check_in_slices"]))
     found = list[list[str]]()
     for choice in ("python", "auto"):
-        monkeypatch.setenv(cores.VARIABLE, choice)
+        monkeypatch.setenv(loader.VARIABLE, choice)
         world = World(seed, hangs=False, mirrors=False, tiers=False)
         world.run()
         found.append(sorted(f"{at_ns} {type(record).__name__} {record}" for at_ns, record in world.history.records))

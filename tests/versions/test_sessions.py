@@ -17,10 +17,11 @@ from kvplane.v1.replica_pb2 import ReplicaSpec
 from kvplane.wire import decode_spec
 from kvplane.wire import stream as wire
 from kvplane.wire.step import decode_step, encode_step
+from kvplane_service.core import loader
 from kvplane_service.core.inspect import check
-from kvplane_service.core.state import digest, load_state
+from kvplane_service.core.loading import load_state
+from kvplane_service.core.state import digest
 from kvplane_service.decisions.recording import Frames
-from kvplane_service.replicas import cores
 from kvplane_service.store.memory import MemoryStore
 from kvplane_tools.replay.from_log import replay_log
 from tests.versions.kept import COMMITS, HERE, Sent, files, read_messages
@@ -157,7 +158,7 @@ def test_a_recording_of_an_earlier_version_is_read(path):
     assert len(decisions) == STEPS
     state = load_state(decode_spec(header.header.spec), life.life.state)
     check(state)
-    compiled = cores.load_replica(state.spec, life.life.state)
+    compiled = loader.load_replica(state.spec, life.life.state)
     check(compiled)
     assert digest(compiled) == digest(state)
     if not state.spec.tiers:
@@ -169,7 +170,7 @@ def test_messages_of_steps_and_results_are_read_as_they_were_written(path):
     """They are written again without a loss; a state of this format has the same bytes."""
     spec, (state, *messages) = spec_and_messages(path)
     replica = load_state(spec, state.raw)
-    assert digest(cores.load_replica(spec, state.raw)) == digest(replica)
+    assert digest(loader.load_replica(spec, state.raw)) == digest(replica)
     for sent in messages:
         if sent.way == ">":
             message = pb.SessionRequest.FromString(sent.raw)

@@ -25,6 +25,7 @@ import grpc
 import pytest
 import vllm.v1.core.kv_cache_manager as managers
 import vllm.v1.core.sched.scheduler as schedulers
+from handoffs import hand_off
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 from kvplane.rpc.channel import open_channel
@@ -118,6 +119,7 @@ def set_retention(coordinator: Any, interval: int | None) -> None:
 views.Coordinator.retention_interval = property(  # type: ignore[attr-defined]
     lambda coordinator: coordinator._real.retention_interval, set_retention
 )
+hand_off()
 managers.KVCacheManager = schedulers.KVCacheManager = Either  # type: ignore[misc]
 
 

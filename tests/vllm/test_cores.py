@@ -6,9 +6,9 @@ import pytest
 
 from kvplane.base.errors import FailedPrecondition, InvalidArgument
 from kvplane.base.groups import EvictionPolicy, TierKind, TierSpec
+from kvplane_service.core import loader
 from kvplane_service.core.open_step import OpenStep
 from kvplane_service.core.replica import Replica
-from kvplane_vllm import cores
 from tests.core.builders import full, replica_spec, state, window
 
 SPEC = replica_spec(full(), window(6))
@@ -38,19 +38,19 @@ def native():
     ],
 )
 def test_the_compiled_core_decides_where_it_can(native, monkeypatch, choice, spec, is_compiled):
-    monkeypatch.setenv(cores.VARIABLE, choice)
-    replica = cores.new_core(spec)
+    monkeypatch.setenv(loader.VARIABLE, choice)
+    replica = loader.new_in_process(spec)
     assert type(replica) is (native.NativeReplica if is_compiled else Replica)
-    assert isinstance(cores.open_step(replica, 0), OpenStep) is not is_compiled
+    assert isinstance(loader.open_step(replica, 0), OpenStep) is not is_compiled
 
 
 def test_a_required_core_that_cannot_decide_is_an_error(native, monkeypatch):
-    monkeypatch.setenv(cores.VARIABLE, "native")
-    monkeypatch.setattr(cores, "problem_of", lambda folder: f"{folder.name} is of other sources")
-    with pytest.raises(FailedPrecondition, match="native is of other sources"):
-        cores.new_core(SPEC)
-    monkeypatch.setenv(cores.VARIABLE, "auto")
-    assert type(cores.new_core(SPEC)) is Replica
-    monkeypatch.setenv(cores.VARIABLE, "fast")
+    monkeypatch.setenv(loader.VARIABLE, "native")
+    monkeypatch.setattr(loader, "_problem", lambda: "the library is of other sources")
+    with pytest.raises(FailedPrecondition, match="the library is of other sources"):
+        loader.new_in_process(SPEC)
+    monkeypatch.setenv(loader.VARIABLE, "auto")
+    assert loader.core_of(loader.new_in_process(SPEC)) == "python"
+    monkeypatch.setenv(loader.VARIABLE, "fast")
     with pytest.raises(InvalidArgument, match="it is 'fast'"):
-        cores.new_core(SPEC)
+        loader.new_in_process(SPEC)

@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 
-from kvplane_vllm import cores
+from kvplane_service.core import loader
 from kvplane_vllm.engine_lock import EngineLock
 from tests.service.rig import running
 from tests.vllm import environment, processes
@@ -46,7 +46,7 @@ def differing(stock, ours):
 
 def check_core(ours):
     """The compiled core decided, unless KVPLANE_CORE selects another."""
-    is_compiled = os.environ.get(cores.VARIABLE) not in ("python", "twin")
+    is_compiled = os.environ.get(loader.VARIABLE) not in ("python", "twin")
     assert ours["core"] == ("NativeReplica" if is_compiled else "Replica")
 
 

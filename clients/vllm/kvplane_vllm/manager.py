@@ -8,7 +8,7 @@ copy. Calls between two steps, such as the frees of finished requests, belong to
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
@@ -17,17 +17,17 @@ from vllm.v1.request import Request, RequestStatus
 from kvplane.base.groups import CommitRule, GroupKind, ReplicaSpec
 from kvplane.base.sections import AdmitRow
 from kvplane.base.step import UNCHANGED, UNLIMITED, AdmitStatus, Cache, End, PartResult, RowFlag, StepResult, Watermark
-from kvplane_service.core.facts import Update
-from kvplane_service.core.lookup import Hit
-from kvplane_service.core.open_step import AdmitTerms, OpenStep
-from kvplane_service.core.pool import INSIDE
-from kvplane_service.core.replica import Replica
+from kvplane_service.core.interface import INSIDE, Hit
+from kvplane_service.core.loader import new_in_process, open_step
+from kvplane_service.core.part_rows import AdmitTerms, Update
 from kvplane_vllm import events, views
-from kvplane_vllm.cores import new_core, open_step
-from kvplane_vllm.handoffs import Handoffs
 from kvplane_vllm.known import Known
 from kvplane_vllm.launch import PageOrders
 from kvplane_vllm.spec import limits_of, replica_spec
+
+if TYPE_CHECKING:
+    from kvplane_service.core.native import NativeReplica
+    from kvplane_service.core.native.open_step import NativeOpenStep
 
 DELAY_CACHING, FULL_FIT = int(RowFlag.DELAY_CACHING), int(RowFlag.FULL_FIT)
 RUNNING = RequestStatus.RUNNING
@@ -83,20 +83,19 @@ class InProcessManager(KVCacheManager):
         self._free_slots: list[int] = []
         self._num_slots = 1  # slot 0 belongs to no request, see `spare_slot`
         self._popped: dict[tuple[int, ...], int] = {}  # blocks of `pop_blocks_for_free`, in order -> slot
-        self._step: OpenStep | None = None
+        self._step: NativeOpenStep | None = None
         self._taken = 0  # parts of the open step whose results were taken
         self._page_orders = PageOrders()
         self._events: list[Any] = []
-        self._handoffs = Handoffs(self.replica)
         self.block_pool: Any = views.Pool(self)
         self.coordinator: Any = views.Coordinator.of(self, real)
         self._open().add(self.spare_slot, 1, [])
 
     spare_slot = 0  # of a request that never runs, for questions about requests that the allocator does not know
 
-    def new_replica(self, spec: ReplicaSpec) -> Replica:
+    def new_replica(self, spec: ReplicaSpec) -> NativeReplica:
         """Return the allocator of this engine life, with an empty cache."""
-        return new_core(spec)
+        return new_in_process(spec)
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -105,7 +104,7 @@ class InProcessManager(KVCacheManager):
         """The number of the last step that ended."""
         return self.replica.seq if self._step is None else self.replica.seq - 1
 
-    def _open(self) -> OpenStep:
+    def _open(self) -> NativeOpenStep:
         if self._step is None:
             executed = self.replica.seq if self.executed is None else self.executed
             self._step = open_step(self.replica, executed, self.records_steps)
@@ -126,7 +125,7 @@ class InProcessManager(KVCacheManager):
             self._take(result.parts[self._taken :])
             self.step_closed(step, result)
 
-    def step_closed(self, step: OpenStep, result: StepResult) -> None:
+    def step_closed(self, step: NativeOpenStep, result: StepResult) -> None:
         """Called with each step that ended, and its result."""
         del step, result
 
@@ -151,8 +150,6 @@ class InProcessManager(KVCacheManager):
                 self._page_orders.add(orders)
             if self.enable_kv_cache_events:
                 self._events += events.convert_all(result.events, self._by_slot, lookahead)
-            if self._handoffs:
-                self._handoffs.note(result.events)
 
     def new_step_starts(self) -> None:
         """Begin a step, if the engine does not report which steps are executed. Else its scheduler does this, see
@@ -227,9 +224,6 @@ class InProcessManager(KVCacheManager):
     def _end(self, known: Known, end: End) -> None:
         self._has_run(known.slot)
         self._update(Update(known.slot, end=end))
-        if self._handoffs:
-            self._flush()
-            self._handoffs.forget(known.slot)
         if end is not End.PREEMPTED:
             del self.known[known.request.request_id]
         if end is End.FREE:
@@ -267,24 +261,13 @@ class InProcessManager(KVCacheManager):
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
         limit = UNLIMITED if max_cache_hit_length is None else max_cache_hit_length
-        hit = self._stored_hit(request, limit)
-        if hit is None:
-            hit = self._hit_of(request, limit)
+        hit = self._hit_of(request, limit)
         self._looked_up = request, limit, hit.num_tokens
         return self._view(hit.blocks), hit.num_tokens, hit.single_group_hit
 
     def _hit_of(self, request: Request, limit: int) -> Hit:
         most = request.num_prompt_tokens if self.replica.coordinator.hits_end_in_prompt else UNLIMITED
         return self.find_hit(request.block_hashes, min(request.num_tokens - 1, most), limit)
-
-    def _stored_hit(self, request: Request, limit: int) -> Hit | None:
-        """Return the hit of the request's refused admission, if a look-up would find it again; else None."""
-        known = self.known.get(request.request_id)
-        refused = self.pool.refusals.find(known.slot) if known is not None and known.request is request else None
-        if refused is None or known is None:
-            return None
-        asked = self.replica.requests.serial[known.slot], request.num_tokens, len(request.block_hashes)
-        return refused.hit if refused.finds(limit, asked) else None
 
     def get_computed_blocks_for_connector(
         self, request: Request, max_cache_hit_length: int | None = None
@@ -495,13 +478,10 @@ class InProcessManager(KVCacheManager):
         return [KVCacheBlockCopy(*pages) for pages in self._page_orders.take_copies()], []
 
     def take_boundary_state_offloads(self) -> dict[str, list[tuple[int, int, int]]]:
-        """See vLLM's KVCacheManager."""
-        self._flush()
-        return {self._by_slot[slot].request.request_id: states for slot, states in self._handoffs.take().items()}
+        """Return nothing: connectors that read states are refused. See vLLM's KVCacheManager."""
+        return {}
 
     def finalize_partial_tail_offloads(self, request: Request) -> list[tuple[int, int, int]]:
-        """See vLLM's KVCacheManager."""
-        known = self.known.get(request.request_id)
-        if known is None or request.num_in_flight_tokens:
-            return []
-        return self._handoffs.take_running(known.slot, request.num_computed_tokens)
+        """Return nothing, see `take_boundary_state_offloads`."""
+        del request
+        return []

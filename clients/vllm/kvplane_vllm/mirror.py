@@ -18,7 +18,7 @@ import logging
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import grpc
 
@@ -32,12 +32,14 @@ from kvplane.rpc.status import RpcOutcome, error_of_rpc
 from kvplane.v1.allocation_pb2 import DescribeReplicaRequest
 from kvplane.v1.allocation_pb2_grpc import AllocationStub
 from kvplane_service.core import state
-from kvplane_service.core.open_step import OpenStep
-from kvplane_service.core.replica import Replica
-from kvplane_vllm.cores import new_core
+from kvplane_service.core.loader import new_in_process
 from kvplane_vllm.engine_lock import EngineLock
 from kvplane_vllm.manager import InProcessManager
 from kvplane_vllm.pages import PagesOfWorker
+
+if TYPE_CHECKING:
+    from kvplane_service.core.native import NativeReplica
+    from kvplane_service.core.native.open_step import NativeOpenStep
 
 EPOCH_TIMEOUT_S = 2.0
 
@@ -70,7 +72,7 @@ class MirrorManager(InProcessManager):
     def __init__(self, *args: Any, **options: Any) -> None:
         """Take the arguments of vLLM's manager. Waits for the service only to ask for the last epoch, 2 s at most."""
         super().__init__(*args, **options)
-        self._closed: list[tuple[OpenStep, StepResult]] = []
+        self._closed: list[tuple[NativeOpenStep, StepResult]] = []
         self._carried_out: dict[int, int] = {}  # by number of a step: the cache request that it carries out
         self.close_step()
         pool, life = self.replica.coordinator.pool, secrets.randbits(64) or 1
@@ -85,13 +87,13 @@ class MirrorManager(InProcessManager):
         )
         self.sender = MirrorSender(self.target.address, request, self.spec, self._export)
 
-    def new_replica(self, spec: ReplicaSpec) -> Replica:
+    def new_replica(self, spec: ReplicaSpec) -> NativeReplica:
         """Return an empty replica in the epoch after the one that the service knows.
 
         Raises OtherWriter if another engine process of this host writes the replica.
         """
         self.lock = EngineLock(self.target.address, self.target.replica)
-        replica = new_core(spec)
+        replica = new_in_process(spec)
         replica.begin_epoch(self.known_epoch() + 1)
         return replica
 
@@ -106,7 +108,7 @@ class MirrorManager(InProcessManager):
     def _export(self) -> tuple[int, Iterator[bytes]]:
         return self.replica.seq, state.slices(self.replica)
 
-    def step_closed(self, step: OpenStep, result: StepResult) -> None:
+    def step_closed(self, step: NativeOpenStep, result: StepResult) -> None:
         """Keep the step until the end of schedule(); send it at once if no scheduler of kvplane uses this manager."""
         if self.sender is None:
             return  # the image has it

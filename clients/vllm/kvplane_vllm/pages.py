@@ -16,7 +16,7 @@ import os
 from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,12 +29,14 @@ from kvplane.base.step import EventKind, Orders, PartResult
 from kvplane.rank import RankGroup
 from kvplane_service.core.columns import U32, U64, column
 from kvplane_service.core.entries import Entries, KeyRun
+from kvplane_service.core.loader import new_in_process
 from kvplane_service.core.recovery import RecoveryOutcome
-from kvplane_service.core.replica import Replica
-from kvplane_vllm.cores import new_core
 from kvplane_vllm.launch import Launch
 from kvplane_vllm.manager import InProcessManager
 from kvplane_worker.attach import attached_pid, map_stamps
+
+if TYPE_CHECKING:
+    from kvplane_service.core.native import NativeReplica
 
 logger = logging.getLogger("vllm.kvplane")  # with the handlers of vLLM
 NO_HOOK = "start vLLM with --worker-cls kvplane_vllm.Worker"
@@ -180,9 +182,9 @@ class PagesOfWorker(InProcessManager):
         self._num_parts = (0, 0)  # step, its parts so far
         super().__init__(*args, **options)
 
-    def new_replica(self, spec: ReplicaSpec) -> Replica:
+    def new_replica(self, spec: ReplicaSpec) -> NativeReplica:
         """Return the allocator of this engine life, with the recorded keys that are still in memory."""
-        replica = new_core(spec)
+        replica = new_in_process(spec)
         self._memory = memory = RankMemory(self._addresses, spec.num_blocks, replica.digest_size)
         self.epoch = memory.begin_life(self.known_epoch())
         stored = self.stored_entries()

@@ -18,7 +18,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvplane.base.errors import InvalidArgument
-from kvplane_service.core.replica import Replica
+from kvplane_service.core.loader import core_of
 from kvplane_vllm import connectors
 from kvplane_vllm.known import check_proof, withhold_hashes
 from kvplane_vllm.launch import ATTRIBUTE
@@ -122,7 +122,7 @@ class OnKvplane:
         if self.on_service is not None:
             core = "of the service"
         elif self._managed:
-            core = "Python" if type(self.kv_cache_manager.replica) is Replica else "compiled"
+            core = "Python" if core_of(self.kv_cache_manager.replica) == "python" else "compiled"
         service = f"{chosen['address']} (replica {chosen['replica']})" if "address" in chosen else "none"
         parts = {"mode": chosen.get("mode", "inprocess"), "core": core, "service": service}
         parts |= {"pages": chosen.get("pages", "own"), "scheduler": type(self).__name__}

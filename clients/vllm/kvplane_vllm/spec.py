@@ -135,7 +135,7 @@ def replica_spec(
         commit=commit,
         hash_lookahead_tokens=int(limits.hash_lookahead_tokens),  # vLLM may give a bool
         prefill_lookahead=limits.prefill_lookahead,
-        events=events or any(one.kind is GroupKind.MAMBA for one in groups),  # `Handoffs` reads them
+        events=events,
     )
     spec.validate()
     return spec

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
+from kvplane_service.core.interface import INSIDE, Need
 from kvplane_service.core.keys import Key
-from kvplane_service.core.managers.questions import Need
-from kvplane_service.core.pool import INSIDE, BlockPool
 
 if TYPE_CHECKING:
+    from kvplane_service.core.native.row_views import NativePool
     from kvplane_vllm.manager import InProcessManager
 
 
@@ -33,7 +33,7 @@ class Block:
 
     __slots__ = ("_pool", "block_id")
 
-    def __init__(self, pool: BlockPool, block_id: int) -> None:
+    def __init__(self, pool: NativePool, block_id: int) -> None:
         self._pool = pool
         self.block_id = block_id
 

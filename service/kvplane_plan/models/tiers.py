@@ -8,8 +8,8 @@ from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import GroupKind, ReplicaSpec, SavePolicy, TierKind, TierSpec
 from kvplane_plan.models.sizing import Sizing
 from kvplane_plan.planner import to_groups
-from kvplane_service.core.tiers.checks import check_tiers
-from kvplane_service.core.tiers.rows import blocks_kept, blocks_of_hit
+from kvplane_service.core.hit_rules import blocks_kept, blocks_of_hit
+from kvplane_service.core.setup import check_tiers
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, overload
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.hashing import HashScheme, HashTail, PackedHashes, RequestHasher, pack_tokens
 from kvplane.base.step import NO_EXTRA_KEYS, ExtraKeys, News
-from kvplane_service.core.requests import Content
 
 UNPROVEN = HashTail(0, b"")
+
+
+@dataclass(slots=True)
+class Content:
+    """The content of a request, as block hashes.
+
+    Attributes:
+        digests: chained hash of each full hash block.
+        hasher: hashes appended tokens; None if the engine sends hashes instead of token ids.
+    """
+
+    digests: list[bytes]
+    hasher: RequestHasher | None = None
 
 
 class HashedNews(NamedTuple):

@@ -9,13 +9,12 @@ from typing import NamedTuple
 from kvplane.base.checkpoints import CheckpointRule
 from kvplane.base.groups import CommitRule, EvictionPolicy, GroupKind, GroupSpec, MambaMode, ReplicaSpec
 from kvplane.base.step import ALL_GROUPS, Orders, RemoveReason
+from kvplane_service.core.interface import INSIDE, Hit, Need
 from kvplane_service.core.keys import NULL_BLOCK
-from kvplane_service.core.lookup import Hit, PrefixLookup
+from kvplane_service.core.lookup import PrefixLookup
 from kvplane_service.core.managers import GroupManager, GroupSetup, make_manager
 from kvplane_service.core.managers.base import FOREVER
-from kvplane_service.core.managers.questions import Need
 from kvplane_service.core.policies import make_pool, note_admitted
-from kvplane_service.core.pool import INSIDE
 from kvplane_service.core.requests import FastPathBounds, Requests
 from kvplane_service.core.setup import hits_end_in_prompt, replay_boundaries, states_for_drafts
 from kvplane_service.core.tiers.tiers import Tiers

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvplane_service.core.keys import NULL_BLOCK
-
 if TYPE_CHECKING:
-    from kvplane_service.core.managers import GroupManager
-    from kvplane_service.core.pool import BlockPool
-    from kvplane_service.core.requests import Requests
+    pass
 
 
 @dataclass(slots=True)
@@ -58,35 +53,38 @@ class Residency:
         return cls([0] * 65, [0] * 65, [0] * 65)  # bit lengths 0 to 64
 
 
-def count_by_group(pool: BlockPool, managers: Sequence[GroupManager]) -> list[GroupCounters]:
-    """Return the counters of each group. Passes over the whole pool; changes nothing."""
-    cached = [0] * len(managers)
-    for block in range(pool.num_blocks):
-        key = pool.key_of(block)
-        if key is not None:
-            _, group, _ = key
-            cached[group] += 1
-    return [
-        GroupCounters(
-            used_blocks=len({block for table in manager.table for block in table if block}),
-            cached_blocks=cached[manager.group],
-            allocated_blocks=manager.allocated,
-            hit_blocks=manager.adopted,
-            evicted_blocks=pool.evicted_keys[manager.group],
-        )
-        for manager in managers
-    ]
+@dataclass(slots=True)
+class GroupUse:
+    """Blocks of one group in one tier: `held` now; `stored`, `loaded` and `evicted` since the replica began."""
+
+    held: int = 0
+    stored: int = 0
+    loaded: int = 0
+    evicted: int = 0
 
 
-def count_common_blocks(requests: Requests, managers: Sequence[GroupManager]) -> list[int]:
-    """Return, per group, how many leading blocks are the same in the tables of all running requests."""
-    running = [slot for slot in requests.slots() if requests.running[slot]]
-    counts = []
-    for manager in managers:
-        shared = 0
-        for column in zip(*(manager.table[slot] for slot in running), strict=False):
-            if column[0] == NULL_BLOCK or any(block != column[0] for block in column):
-                break
-            shared += 1
-        counts.append(shared)
-    return counts
+@dataclass(slots=True)
+class TierCounters:
+    """What happened since the replica began, in rows unless stated otherwise; decides nothing."""
+
+    saved: int = 0
+    moved: int = 0
+    discarded: int = 0  # saved or moved in vain: the source changed meanwhile
+    failed: int = 0  # saves and moves that failed
+    loaded: int = 0
+    loads: int = 0  # jobs
+    loads_failed: int = 0  # jobs
+    loaded_tokens: int = 0  # of hits: tokens beyond the hit of the device alone
+    waited: int = 0  # refusals of admissions until loads in flight end, because of `most_loading`
+    given_up: int = 0  # admissions for which loads in flight that no request waits for leave no room, or that share one
+    no_slot: int = 0  # saves and moves that found no slot to write
+    no_job: int = 0  # the same, and loads, with MAX_JOBS in flight
+    too_slow: int = 0  # admissions whose hit is computed sooner than it would be loaded
+    # Jobs that load, by what their hit is put together from, and by the only groups that lacked something.
+    device_host: int = 0
+    host_disk: int = 0
+    device_host_disk: int = 0
+    windows_alone: int = 0
+    states_alone: int = 0
+    prefetched: int = 0  # blocks whose copy into the first tier a prefetch ordered; `moved` has them too
+    prefetches_late: int = 0  # prefetches that would have ended too late

@@ -16,7 +16,8 @@ import numpy as np
 from kvplane.base.groups import NULL_BLOCK
 from kvplane.base.step import CacheEvent, EventKind, RemoveReason
 from kvplane_service.core.columns import SLICE_BLOCKS, Ints, Words, behind_reset, words_of
-from kvplane_service.core.keys import LAZY_KEY, Key, parts_of, take_entries
+from kvplane_service.core.key_maps import LAZY_KEY, parts_of, take_entries
+from kvplane_service.core.keys import Key
 
 if TYPE_CHECKING:
     from kvplane_service.core.pool import BlockPool

@@ -6,32 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import NamedTuple, cast
+from typing import cast
 
 from kvplane.base.groups import CommitRule
 from kvplane.base.hashing import pack_tokens, split_hashes
 from kvplane.base.step import UNCHANGED, Cache, End, Facts, News, Part, PartResult, RemoveReason
 from kvplane_service.core.coordinator import Coordinator
 from kvplane_service.core.in_flight import InFlightTracker
+from kvplane_service.core.part_rows import Update
 from kvplane_service.core.policies import note_hint
 from kvplane_service.core.tiers.loads import TierLoads
-
-
-class Update(NamedTuple):
-    """One row of `Facts`: changes of one request, applied in the order of these fields.
-
-    `digests` are the hashes of the blocks that became full.
-    """
-
-    slot: int
-    computed: int = UNCHANGED
-    appended: int = 0
-    digests: Sequence[bytes] = ()
-    commit: int = UNCHANGED
-    release_skipped: int = UNCHANGED
-    end: End = End.NONE
-    fence: int = 0
-    hint: int = UNCHANGED
 
 
 class FactApplier:

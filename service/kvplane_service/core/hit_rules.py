@@ -20,7 +20,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvplane.base.groups import CommitRule, GroupKind, GroupSpec, ReplicaSpec
+from kvplane.base.groups import DENSE_RETENTION, CommitRule, GroupKind, GroupSpec, ReplicaSpec
 from kvplane_service.core.setup import replay_boundaries
 
 Column = NDArray[np.bool_]
@@ -94,11 +94,19 @@ class GroupRule:
         """Return the ends, in tokens, of prefixes whose keys a hit of `wanted` tokens needs, not one of `found`."""
         del found
         size = self.block_size
-        return (min((index + 1) * size, wanted) for index in range(self._first(wanted) // size, -(-wanted // size)))
+        return (min((index + 1) * size, wanted) for index in range(self.first(wanted) // size, -(-wanted // size)))
 
-    def _first(self, wanted: int) -> int:
+    def first(self, wanted: int) -> int:
         """Return the first token whose KV the token behind a hit of `wanted` tokens needs."""
-        raise NotImplementedError
+        del wanted
+        return 0
+
+    def count_kept(self, start: int, end: int, hit: int) -> int:
+        """Return how many of the group's blocks [start, end), computed in one step, get a key where later hits can end
+        at `hit` tokens.
+        """
+        del hit
+        return end - start
 
     def _units(self, first: int, end: int) -> range:
         """Return the hash blocks that have the keys of the group's blocks [first, end)."""
@@ -153,11 +161,14 @@ class _WindowRule(GroupRule):
     form = WINDOW
 
     def _needed(self, drop: int) -> int:
-        return max(-(-(self.spec.window - 1) // self.block_size) + drop, 1)
+        return max(self._of_window(drop), 1)
+
+    def _of_window(self, drop: int) -> int:
+        return -(-(self.spec.window - 1) // self.block_size) + drop
 
     def kept(self, num_tokens: int, hits: Sequence[int]) -> Iterable[int]:
         drop = int(self.spec.drops_last_block)
-        needed = -(-(self.spec.window - 1) // self.block_size) + drop
+        needed = self._of_window(drop)
         ends = [hit // self._unit * self._unit // self.block_size + drop for hit in hits]
         last = num_tokens // self.block_size
         return chain.from_iterable(self._units(end - needed, min(end, last)) for end in ends)
@@ -178,8 +189,18 @@ class _WindowRule(GroupRule):
         end = int(starts[-1]) + 1
         return end if end >= needed or self._replica.commit is CommitRule.SAFE else self._aligned(end)
 
-    def _first(self, wanted: int) -> int:
+    def first(self, wanted: int) -> int:
         return max(0, wanted - self.spec.window + 1)
+
+    def count_kept(self, start: int, end: int, hit: int) -> int:
+        drop, size, every = int(self.spec.drops_last_block), self.block_size, self._replica.kept_every
+        needed, segment = self._of_window(drop), (self._unit if every == DENSE_RETENTION else every) // size
+        if self._unit % size or (every and needed >= segment):
+            return end - start
+        last = hit // self._unit * self._unit // size + drop if every != DENSE_RETENTION else 0
+        of_segment = range(max(start, drop), end) if every else ()
+        kept = {index for index in of_segment if (index - drop) % segment >= segment - needed}
+        return len(kept.union(range(max(start, last - needed), min(end, last))))
 
 
 class _ChunkedRule(GroupRule):
@@ -197,7 +218,7 @@ class _ChunkedRule(GroupRule):
                 return end * size
             blocks = blocks[:end]  # it ends in an earlier chunk
 
-    def _first(self, wanted: int) -> int:
+    def first(self, wanted: int) -> int:
         return wanted // self.spec.chunk * self.spec.chunk
 
 
@@ -221,8 +242,19 @@ class _StateRule(GroupRule):
         ends = np.flatnonzero(column[step - 1 :: step][: max(limit, 0) // stride])
         return (int(ends[-1]) + 1) * stride if len(ends) else 0
 
-    def _first(self, wanted: int) -> int:
+    def first(self, wanted: int) -> int:
         return max(wanted - 1, 0)
+
+    def count_kept(self, start: int, end: int, hit: int) -> int:
+        every, segment = self._replica.kept_every, self._replica.kept_every // self.block_size
+        if (
+            every == DENSE_RETENTION
+            or (every and segment <= 1)
+            or end * self.block_size == hit // self._unit * self._unit
+        ):
+            return int(end > start)  # the state at its end is the only one that a step has
+        crosses = segment and end // segment > start // segment
+        return int(bool(crosses and (self._replica.checkpoint_percent or end % segment == 0)))
 
 
 class _NoRule(GroupRule):
@@ -245,6 +277,34 @@ _RULES: dict[GroupKind, type[GroupRule]] = {
     GroupKind.CROSS: _NoRule,
     GroupKind.RING: _NoRule,
 }
+
+
+def blocks_of_hit(spec: ReplicaSpec, num_tokens: int) -> list[int]:
+    """Return the number of blocks of each group that the hit of a prefix needs; 0 for groups that are not looked up.
+
+    `num_tokens`: length of the prefix, a multiple of the block size of every group that is looked up.
+    """
+    rules = [_RULES[one.kind](one, spec) for one in spec.groups]
+    return [
+        num_tokens // one.block_size - one.first(num_tokens) // one.block_size if one.spec.is_cached else 0
+        for one in rules
+    ]
+
+
+def blocks_kept(spec: ReplicaSpec, num_tokens: int, chunk_tokens: int) -> list[int]:
+    """Return the number of blocks of each group that have keys when a prompt is computed and its end can be hit.
+
+    `num_tokens` as for `blocks_of_hit`; `chunk_tokens`: of a step, a multiple of the same. A state exists only where a
+    chunk ends.
+    """
+    kept = []
+    for one, size in ((_RULES[group.kind](group, spec), group.block_size) for group in spec.groups):
+        starts = range(0, num_tokens if one.spec.is_cached else 0, chunk_tokens)
+        ends = [min(start + chunk_tokens, num_tokens) for start in starts]
+        kept.append(
+            sum(one.count_kept(start // size, end // size, num_tokens) for start, end in zip(starts, ends, strict=True))
+        )
+    return kept
 
 
 def _run(blocks: Column) -> int:

@@ -19,15 +19,13 @@ from typing import NamedTuple
 
 from kvplane.base.groups import CommitRule, EvictionPolicy
 from kvplane.base.step import RemoveReason
-from kvplane_service.core.columns import SLICE_BLOCKS
+from kvplane_service.core.columns import SLICE_BLOCKS, SLICE_REQUESTS
 from kvplane_service.core.coordinator import Coordinator
 from kvplane_service.core.counters import Counters
 from kvplane_service.core.eviction import renew_states
 from kvplane_service.core.keys import NULL_BLOCK, Key
 from kvplane_service.core.policies import note_released
 from kvplane_service.core.preempted import leave_hit
-
-SLICE_REQUESTS = 64  # requests freed in one slice; a request of a few hundred blocks takes about 50 us
 
 
 class Stay(NamedTuple):

@@ -8,18 +8,74 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, Self
 
 from kvplane.base.groups import GroupSpec, ReplicaSpec
 from kvplane.base.hashing import PackedHashes
 from kvplane.base.step import CacheEvent, News, Part, Step, StepResult
 from kvplane_service.core.cache_events import CacheEvents
-from kvplane_service.core.counters import Counters, GroupCounters, Residency
+from kvplane_service.core.counters import Counters, GroupCounters, GroupUse, Residency, TierCounters
 from kvplane_service.core.entries import Entries
-from kvplane_service.core.lookup import Hit
 from kvplane_service.core.recovery import RecoveredState, RecoveryOutcome
-from kvplane_service.core.tiers.tier import GroupUse
-from kvplane_service.core.tiers.tiers import TierCounters
+
+INSIDE = 1 << 62  # look-up horizon of the replica's own requests, which see tentative keys
+
+
+MAX_SLOTS = 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """The result of a look-up.
+
+    Attributes:
+        num_tokens: length of the hit in tokens.
+        single_group_hit: tokens of the longest hit in a single look-up class, if it is longer than `num_tokens`; else 0
+            (vLLM: shared prefix boundary). Groups that keep only some blocks cached keep the blocks at this length.
+        blocks: per group, the blocks of the hit in token order; the null block where the group needs none.
+    """
+
+    num_tokens: int
+    single_group_hit: int
+    blocks: tuple[list[int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """An allocation that is planned: `GroupManager.blocks_needed` counts how many free blocks the allocation would
+    take.
+
+    Attributes:
+        slot: slot of the request.
+        num_slots: leading tokens of the request that need memory, lookahead included.
+        num_main: leading tokens of the request that need memory, without lookahead.
+        total_computed: tokens that need not be computed: the tokens of the hit and the external tokens.
+        local_computed: tokens of the hit.
+        num_encoder: encoder tokens, for cross attention.
+        capped: count at most the blocks that a request can hold at one time; used when the whole sequence must fit
+            (`full_fit`).
+    """
+
+    slot: int
+    num_slots: int
+    num_main: int
+    total_computed: int
+    local_computed: int
+    num_encoder: int = 0
+    capped: bool = False
+
+
+class BrokenInvariant(AssertionError):
+    """Raised when the state of a replica contradicts itself, which is a bug or damaged memory.
+
+    Attributes:
+        invariant: name of the violated invariant, such as "free_list"; the message states where and how.
+    """
+
+    def __init__(self, invariant: str, message: str) -> None:
+        super().__init__(message)
+        self.invariant = invariant
 
 
 class BlockCounts(NamedTuple):

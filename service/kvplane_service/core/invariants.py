@@ -16,7 +16,9 @@ from kvplane.base.groups import CommitRule
 from kvplane_service.core.columns import SLICE_BLOCKS, U32, find_equal, pieces, zeros
 from kvplane_service.core.freelist import FreeList
 from kvplane_service.core.in_flight import Stay
-from kvplane_service.core.keys import LAZY_KEY, NULL_BLOCK, Key
+from kvplane_service.core.interface import BrokenInvariant
+from kvplane_service.core.key_maps import LAZY_KEY
+from kvplane_service.core.keys import NULL_BLOCK, Key
 from kvplane_service.core.pool import BlockPool
 from kvplane_service.core.requests import NO_FAST_PATH
 from kvplane_service.core.split import SplitPool
@@ -30,18 +32,6 @@ _ZEROS = 1 << 16  # entries of the column of counts that are created in one slic
 _NO_SLOT = -1
 
 Slices = Generator[None]
-
-
-class BrokenInvariant(AssertionError):
-    """Raised when the state of a replica contradicts itself, which is a bug or damaged memory.
-
-    Attributes:
-        invariant: name of the violated invariant, such as "free_list"; the message states where and how.
-    """
-
-    def __init__(self, invariant: str, message: str) -> None:
-        super().__init__(message)
-        self.invariant = invariant
 
 
 def check_in_slices(replica: Replica) -> Slices:

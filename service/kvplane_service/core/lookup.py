@@ -11,25 +11,10 @@ from dataclasses import dataclass
 
 from kvplane.base.groups import CommitRule, ReplicaSpec
 from kvplane.base.step import UNLIMITED
+from kvplane_service.core.interface import Hit
 from kvplane_service.core.managers import GroupManager
 from kvplane_service.core.managers.base import FOREVER
 from kvplane_service.core.managers.questions import KeyIndex, Query
-
-
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """The result of a look-up.
-
-    Attributes:
-        num_tokens: length of the hit in tokens.
-        single_group_hit: tokens of the longest hit in a single look-up class, if it is longer than `num_tokens`; else 0
-            (vLLM: shared prefix boundary). Groups that keep only some blocks cached keep the blocks at this length.
-        blocks: per group, the blocks of the hit in token order; the null block where the group needs none.
-    """
-
-    num_tokens: int
-    single_group_hit: int
-    blocks: tuple[list[int], ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Literal
 
 from kvplane.base.errors import InvalidArgument
@@ -32,29 +32,32 @@ from kvplane.base.step import (
     News,
     Part,
     PartResult,
-    RowFlag,
     Step,
     StepResult,
     Watermark,
 )
+from kvplane_service.core.contents import Content
 from kvplane_service.core.coordinator import Growth
-from kvplane_service.core.facts import Update
-from kvplane_service.core.lookup import Hit
-from kvplane_service.core.part_rows import PartRows, admit_section, facts_section, run_section
+from kvplane_service.core.interface import Hit
+from kvplane_service.core.part_rows import (
+    DELAY_CACHING,
+    FULL_FIT,
+    NO_TERMS,
+    UNALIGNED,
+    PartRows,
+    Update,
+    admit_section,
+    facts_section,
+    row_of,
+    run_section,
+)
 from kvplane_service.core.reasons import NONE, Refusal
 from kvplane_service.core.replica import Replica
-from kvplane_service.core.requests import Content
 from kvplane_service.core.step_applier import StepApplier
 from kvplane_service.core.validate import MAX_LOOKAHEAD, StepValidator
 
 NO_SLOT = -1
 NO_END = End.NONE  # an enum's attribute costs more than a global
-UNALIGNED, DELAY_CACHING, FULL_FIT = int(RowFlag.UNALIGNED), int(RowFlag.DELAY_CACHING), int(RowFlag.FULL_FIT)
-
-
-# Options of one admission: the entries of its row, of which the call itself gives slot, extra, expected_hit, min_new.
-AdmitTerms = partial(AdmitRow, 0)
-NO_TERMS = AdmitTerms()
 
 
 class _Section(IntEnum):
@@ -457,15 +460,3 @@ class OpenStep:
 
     def _num_tokens(self, slot: int) -> int:
         return self._requests.num_tokens[slot] if self._requests.is_live(slot) else 0
-
-
-def row_of(slot: int, num_hit: int, num_new: int, terms: AdmitRow, num_tokens: int, flags: int) -> AdmitRow:
-    """Return the row of an admission of a request of `num_tokens` tokens; `flags` are set with those of `terms`."""
-    return terms._replace(
-        slot=slot,
-        extra=num_hit + terms.external + num_new - num_tokens,
-        expected_hit=num_hit,
-        watermark=int(terms.watermark),
-        flags=int(terms.flags) | flags,
-        min_new=0,
-    )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import repeat
+from typing import NamedTuple
 
 from kvplane.base.sections import AdmitRow
 from kvplane.base.step import (
@@ -15,6 +17,7 @@ from kvplane.base.step import (
     News,
     OnRefusal,
     Part,
+    RowFlag,
     Run,
 )
 
@@ -124,3 +127,42 @@ def news_section(rows: Sequence[News]) -> News:
             default = type(next(entry[0] for entry in entries if entry))()
             setattr(merged, name, [entry[0] if entry else default for entry in entries])
     return merged
+
+
+class Update(NamedTuple):
+    """One row of `Facts`: changes of one request, applied in the order of these fields.
+
+    `digests` are the hashes of the blocks that became full.
+    """
+
+    slot: int
+    computed: int = UNCHANGED
+    appended: int = 0
+    digests: Sequence[bytes] = ()
+    commit: int = UNCHANGED
+    release_skipped: int = UNCHANGED
+    end: End = End.NONE
+    fence: int = 0
+    hint: int = UNCHANGED
+
+
+UNALIGNED, DELAY_CACHING, FULL_FIT = int(RowFlag.UNALIGNED), int(RowFlag.DELAY_CACHING), int(RowFlag.FULL_FIT)
+
+
+# Options of one admission: the entries of its row, of which the call itself gives slot, extra, expected_hit, min_new.
+AdmitTerms = partial(AdmitRow, 0)
+
+
+NO_TERMS = AdmitTerms()
+
+
+def row_of(slot: int, num_hit: int, num_new: int, terms: AdmitRow, num_tokens: int, flags: int) -> AdmitRow:
+    """Return the row of an admission of a request of `num_tokens` tokens; `flags` are set with those of `terms`."""
+    return terms._replace(
+        slot=slot,
+        extra=num_hit + terms.external + num_new - num_tokens,
+        expected_hit=num_hit,
+        watermark=int(terms.watermark),
+        flags=int(terms.flags) | flags,
+        min_new=0,
+    )

@@ -16,12 +16,12 @@ from kvplane_service.core.columns import U32, U64, Ints, put_range, put_zeros, z
 from kvplane_service.core.counters import Residency
 from kvplane_service.core.dropping import forget_all_keys, keyed_blocks
 from kvplane_service.core.freelist import FreeList
-from kvplane_service.core.keys import LAZY_KEY, NULL_BLOCK, DigestMap, Key, new_map
+from kvplane_service.core.interface import INSIDE
+from kvplane_service.core.key_maps import LAZY_KEY, DigestMap, new_map
+from kvplane_service.core.keys import NULL_BLOCK, Key
 from kvplane_service.core.keytable import KeyTable
 from kvplane_service.core.refusals import Refusals
 from kvplane_service.core.retained import RetainedBlocks
-
-INSIDE = 1 << 62  # look-up horizon of the replica's own requests, which see tentative keys
 
 
 class BlockPool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,6 @@ import numpy.typing as npt
 from kvplane.base.groups import NULL_BLOCK, ReplicaSpec
 from kvplane.base.stamps import MAX_EPOCH, Stamp, in_time
 from kvplane_service.core.columns import (
-    SLICE_BLOCKS,
     U32,
     U64,
     Bytes,
@@ -35,12 +34,8 @@ from kvplane_service.core.columns import (
     words_of,
 )
 from kvplane_service.core.entries import Entries
-from kvplane_service.core.freelist import Links
-from kvplane_service.core.keys import LAZY_KEY, Key, new_map
-from kvplane_service.core.keytable import KeyTable
-from kvplane_service.core.pool import BlockPool
-from kvplane_service.core.setup import num_reserved
-from kvplane_service.core.split import SplitPool, state_groups
+from kvplane_service.core.keys import Key
+from kvplane_service.core.setup import num_reserved, state_groups
 
 _MAX_U32 = (1 << 32) - 1
 
@@ -101,32 +96,6 @@ class RecoveredState:
         """Return `pair`, `block` and `free`, each as u32, and the bytes of the digests."""
         pair, block, free = (np.ascontiguousarray(one, np.uint32).data for one in (self.pair, self.block, self.free))
         return pair, block, free, np.ascontiguousarray(self.digest).reshape(-1).data
-
-
-@dataclass(frozen=True, slots=True)
-class LazyState(RecoveredState):
-    """Such a state with what a `BlockPool` takes over, so that installing it takes no time.
-
-    Attributes:
-        key: by block, LAZY_KEY if it has a key, else None.
-        links: the free list.
-        table: the primary keys.
-        shared: for each key that several blocks have, these blocks.
-    """
-
-    key: list[Key | None]
-    links: Links
-    table: KeyTable
-    shared: list[list[int]]
-
-    @classmethod
-    def of(cls, state: RecoveredState) -> LazyState:
-        """Return it with the structures of a pool of its size."""
-        columns = {one.name: getattr(state, one.name) for one in fields(RecoveredState)}
-        num_blocks, num_tokens = len(state.stamp), np.frombuffer(state.key_tokens, np.uint32)
-        table = KeyTable(num_blocks, state.names, state.pair, state.block, state.digest)
-        links = Links.of(num_blocks, state.free, state.num_bare)
-        return cls(**columns, key=_presence(num_tokens), links=links, table=table, shared=table.shared_keys())
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,29 +199,6 @@ def verify_entries(shape: PoolShape, tables: Sequence[Sequence[int]], stored: It
         further,
         slots,
     )
-
-
-def install(pool: BlockPool, state: LazyState) -> None:
-    """Install recovered keys in an unused pool, which takes ownership of the columns."""
-    assert not pool.index, "a pool with keys needs no recovery"
-    stamps_of_reserved = [(block, pool.stamp[block]) for block in pool.reserved]
-    pool.key, pool.key_tokens, pool.stamp = state.key, state.key_tokens, state.stamp
-    for block, stamp in stamps_of_reserved:
-        pool.stamp[block] = stamp
-    table = state.table
-    if isinstance(pool, SplitPool):
-        pool.name_states(state.names, state.pair, state.block)
-    pool.free.replace(state.links)
-    if not table.num_keys:
-        return
-    pool.lazy_keys, pool.num_evictable = table, table.num_keys
-    pool.index = {domain: [new_map(pool.num_blocks) for _ in range(pool.num_groups)] for domain in table.domains()}
-    for blocks in state.shared:
-        for block in blocks:
-            pool.move_to_index(block)
-    for block, key in state.further:
-        pool.register(block, key, 0)
-    pool.registered.clear()
 
 
 def _newest_epoch(*stamps: Words) -> int:
@@ -360,16 +306,6 @@ def _further_keys(others: _Rows, proven: _Rows, row_of: Ints, pairs: Pairs) -> l
     names = [pairs[pair] for pair in further.pair.tolist()]
     keys = [(domain, group, raw.tobytes()) for (domain, group), raw in zip(names, further.digest, strict=True)]
     return list(dict.fromkeys(zip(further.block.tolist(), keys, strict=True)))
-
-
-def _presence(num_tokens: Ints) -> list[Key | None]:
-    """Return, by block, LAZY_KEY if it has a recovered key, else None; built in pieces, so that other threads can run
-    in between.
-    """
-    present: list[Key | None] = []
-    for start in range(0, len(num_tokens), SLICE_BLOCKS):
-        present += [LAZY_KEY if count else None for count in num_tokens[start : start + SLICE_BLOCKS].tolist()]
-    return present
 
 
 def _without_key(blocks: Ints, num_blocks: int) -> Ints:

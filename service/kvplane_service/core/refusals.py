@@ -16,7 +16,7 @@ from kvplane.base.step import AdmitStatus
 from kvplane_service.core.keys import Key
 
 if TYPE_CHECKING:
-    from kvplane_service.core.lookup import Hit
+    from kvplane_service.core.interface import Hit
 
 MOST_WATCHED = 512  # most keys, and most blocks, that a stored refusal may depend on
 MOST_WATCHED_OF_ALL = 1 << 18  # keys and blocks of all refusals; above this all refusals are dropped

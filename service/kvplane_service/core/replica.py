@@ -25,20 +25,21 @@ from kvplane.base.step import (
 )
 from kvplane_service.core.cache_events import CacheEvents
 from kvplane_service.core.columns import words_of
-from kvplane_service.core.contents import hash_alone, hash_news
+from kvplane_service.core.contents import Content, hash_alone, hash_news
 from kvplane_service.core.coordinator import Coordinator
-from kvplane_service.core.counters import Counters, GroupCounters, Residency, count_by_group, count_common_blocks
+from kvplane_service.core.counters import Counters, GroupCounters, Residency
 from kvplane_service.core.dropping import confirm, drop_all_keys, forget_all_keys, keyed_blocks
-from kvplane_service.core.entries import Entries, collect, every_id, replay_events, stored_events
+from kvplane_service.core.entries import Entries
 from kvplane_service.core.facts import FactApplier, report_hashes
+from kvplane_service.core.group_counts import count_by_group, count_common_blocks
 from kvplane_service.core.in_flight import InFlightTracker
-from kvplane_service.core.interface import BlockCounts, GroupView
+from kvplane_service.core.interface import INSIDE, BlockCounts, GroupView, Hit
 from kvplane_service.core.invariants import check_in_slices
 from kvplane_service.core.keys import NULL_BLOCK
-from kvplane_service.core.lookup import Hit
-from kvplane_service.core.pool import INSIDE
-from kvplane_service.core.recovery import LazyState, PoolShape, RecoveredState, RecoveryOutcome, install, verify_entries
-from kvplane_service.core.requests import Content, Requests
+from kvplane_service.core.published import collect, every_id, replay_events, stored_events
+from kvplane_service.core.recovered import LazyState, install
+from kvplane_service.core.recovery import PoolShape, RecoveredState, RecoveryOutcome, verify_entries
+from kvplane_service.core.requests import Requests
 from kvplane_service.core.resume import Resumption
 from kvplane_service.core.retaining import retain
 from kvplane_service.core.setup import check_spec

@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvplane.base.hashing import RequestHasher
+from kvplane_service.core.contents import Content
 
-MAX_SLOTS = 1 << 14
 NO_FAST_PATH = 0
-
-
-@dataclass(slots=True)
-class Content:
-    """The content of a request, as block hashes.
-
-    Attributes:
-        digests: chained hash of each full hash block.
-        hasher: hashes appended tokens; None if the engine sends hashes instead of token ids.
-    """
-
-    digests: list[bytes]
-    hasher: RequestHasher | None = None
 
 
 class FastPathBounds(NamedTuple):

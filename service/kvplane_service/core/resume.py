@@ -18,14 +18,15 @@ from itertools import accumulate, pairwise
 
 from kvplane.base.stamps import Stamp
 from kvplane.base.step import Part, Resume, Step
+from kvplane_service.core.contents import Content
 from kvplane_service.core.coordinator import Coordinator
 from kvplane_service.core.dropping import any_key_has
 from kvplane_service.core.in_flight import InFlightTracker
+from kvplane_service.core.interface import MAX_SLOTS
 from kvplane_service.core.keys import NULL_BLOCK
 from kvplane_service.core.managers.base import GroupManager
 from kvplane_service.core.managers.questions import RequestProgress
 from kvplane_service.core.reasons import NONE, Refusal
-from kvplane_service.core.requests import MAX_SLOTS, Content
 from kvplane_service.core.split import SplitPool
 
 _BY_ROW = ("computed", "launch_end", "num_prompt", "single_group_hit", "loading")

@@ -13,9 +13,8 @@ from kvplane.base.retain import (
     RetainOutcome,
 )
 from kvplane_service.core.coordinator import Coordinator
+from kvplane_service.core.interface import INSIDE, Hit
 from kvplane_service.core.keys import Key
-from kvplane_service.core.lookup import Hit
-from kvplane_service.core.pool import INSIDE
 from kvplane_service.core.retained import DEVICE, Name, RetainedBlocks, Retention
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.groups import CommitRule, EvictionPolicy, GroupKind, GroupSpec, MambaMode, ReplicaSpec
+from kvplane.base.groups import CommitRule, EvictionPolicy, GroupKind, GroupSpec, HashAlgorithm, MambaMode, ReplicaSpec
 from kvplane.base.hashing import HashScheme
-from kvplane_service.core.tiers.checks import check_tiers
 
 MAX_TABLE_ENTRIES = 1 << 20
 _SPARSE_KINDS = (GroupKind.SLIDING_WINDOW, GroupKind.SLIDING_WINDOW_MLA, GroupKind.MAMBA)
@@ -195,3 +194,57 @@ def hits_end_in_prompt(spec: ReplicaSpec) -> bool:
     without those in the gap.
     """
     return spec.commit is CommitRule.SAFE and any(group.kind is GroupKind.R_SWA for group in spec.groups)
+
+
+SLACK = 32
+
+
+def state_groups(spec: ReplicaSpec) -> frozenset[int]:
+    """Return the numbers of the groups of states."""
+    return frozenset(number for number, group in enumerate(spec.groups) if group.kind is GroupKind.MAMBA)
+
+
+AHEAD_SHARE = 2  # at most one of this number of blocks of the pool is looked at: a prompt may take most of a small pool
+
+
+SLOT_SHARE = 2  # the same of the slots that they are copied to: more would evict each other there, and be copied again
+
+
+def most_ahead(spec: ReplicaSpec) -> int:
+    """Return the number of blocks of a pool that are looked at, at most."""
+    places = [spec.num_blocks // AHEAD_SHARE, *(tier.num_blocks // SLOT_SHARE for tier in spec.tiers[:1])]
+    return max(1, min(places))
+
+
+_WEAK = (HashAlgorithm.XXHASH, HashAlgorithm.XXHASH_CBOR)
+
+
+def check_tiers(spec: ReplicaSpec) -> None:
+    """Raise InvalidArgument, naming the field, if the replica cannot have its tiers."""
+    if not spec.tiers:
+        return
+    if not spec.enable_caching:
+        raise InvalidArgument("without prefix caching no block has a key", field="tiers", remedy="turn caching on")
+    if spec.commit is not CommitRule.SAFE:
+        raise InvalidArgument(
+            "only content whose step is executed is saved", field="tiers", remedy="use commit=safe with tiers"
+        )
+    if spec.checkpoint_percent:
+        _check_checkpoints(spec)
+    if spec.hash_algorithm in _WEAK:
+        raise InvalidArgument(
+            f"{spec.hash_algorithm.value} is no cryptographic hash, and a tier outlives the makers of its keys",
+            field="hash_algorithm",
+            remedy="use kvplane, sha256 or sha256_cbor with tiers",
+        )
+
+
+def _check_checkpoints(spec: ReplicaSpec) -> None:
+    field = "tiers[0].checkpoint_percent"
+    if spec.retention_interval:
+        what = f"retention_interval {spec.retention_interval} already says what is kept"
+        raise InvalidArgument(what, field=field, remedy="set one of the two to 0")
+    for has_checkpoints, kinds in ((True, "windows or states"), (False, "attention that keeps all blocks")):
+        if not any(bool(group.checkpoint_blocks) is has_checkpoints for group in spec.groups):
+            what = f"{spec.checkpoint_percent} has no effect without a group of {kinds}"
+            raise InvalidArgument(what, field=field, remedy="set it to 0")

@@ -37,21 +37,16 @@ from typing import Any
 
 import numpy as np
 
-from kvplane.base.groups import GroupKind, ReplicaSpec
+from kvplane.base.groups import ReplicaSpec
 from kvplane.base.step import RemoveReason
 from kvplane_service.core.columns import U32, Ints, column
 from kvplane_service.core.freelist import FreeList, Links
 from kvplane_service.core.keys import NULL_BLOCK
 from kvplane_service.core.pool import BlockPool
+from kvplane_service.core.setup import SLACK, state_groups
 
-SLACK = 32
 SCARCE = 8
 NEVER = 1 << 62  # a number of blocks that no pool has free
-
-
-def state_groups(spec: ReplicaSpec) -> frozenset[int]:
-    """Return the numbers of the groups of states."""
-    return frozenset(number for number, group in enumerate(spec.groups) if group.kind is GroupKind.MAMBA)
 
 
 class SplitPool(BlockPool):

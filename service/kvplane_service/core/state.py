@@ -41,11 +41,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.groups import EvictionPolicy, ReplicaSpec
+from kvplane.base.groups import ReplicaSpec
+from kvplane.base.hashing import HashScheme, HashTail, RequestHasher
+from kvplane.base.step import ExtraKeys, Multimodal
 from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.core.packed_values import ValueReader
-from kvplane_service.core.replica import Replica
-from kvplane_service.core.state_entries import MAGIC, load_entries, spec_digests
 
 
 def export_state(replica: ReplicaCore) -> bytes:
@@ -76,23 +76,6 @@ def slices(replica: ReplicaCore) -> Iterator[bytes]:
     return replica.image()
 
 
-def load_state(spec: ReplicaSpec, image: bytes) -> Replica:
-    """Return a replica with the state that `export_state` returned. Raises InvalidArgument if the bytes are damaged or
-    of another spec; the invariants are not checked, see `inspect.check`.
-    """
-    replica, entries = Replica(spec), dict[str, list[Any]]()
-    for name, value in read_entries(image):
-        entries.setdefault(name, []).append(value)
-    try:
-        _check_policy(spec, entries.get("eviction", []))
-        if entries["spec"][0] not in spec_digests(spec):
-            raise not_loaded("state", "the state is that of a pool with another spec")
-        load_entries(replica, entries)
-    except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, AssertionError) as error:
-        raise not_loaded("state", f"the state is incomplete: {type(error).__name__} {error}") from error
-    return replica
-
-
 def read_entries(image: bytes) -> Iterator[tuple[str, Any]]:
     """Yield the names and values of an image. Raises InvalidArgument."""
     if not image.startswith(MAGIC):
@@ -110,7 +93,41 @@ def not_loaded(field: str, problem: str) -> InvalidArgument:
     return InvalidArgument(problem, field=field, remedy=remedy)
 
 
-def _check_policy(spec: ReplicaSpec, found: list[Any]) -> None:
-    policy = found[0][0] if found else EvictionPolicy.LRU.value
-    if policy != spec.eviction.value:
-        raise not_loaded("eviction", f"it is {spec.eviction.value!r}, but the state is that of a pool with {policy!r}")
+MAGIC = b"kvplane state 2\n"
+
+
+def spec_digest(spec: ReplicaSpec) -> bytes:
+    """Return the digest of the normalized spec: equal for equal decisions, whatever numbers its classes have. The
+    eviction policy, which is not in its text, has an entry of its own.
+    """
+    return digest_as_stated(spec.normalized)
+
+
+def spec_digests(spec: ReplicaSpec) -> list[bytes]:
+    """Return the digests that images of the spec have, that of new ones first; earlier ones have that of the spec as
+    it is.
+    """
+    return [spec_digest(spec), digest_as_stated(spec)]
+
+
+def digest_as_stated(spec: ReplicaSpec) -> bytes:
+    """Return the digest of the spec as it is."""
+    of_states = f" blocks_per_state={spec.blocks_per_state}" if spec.blocks_per_state > 1 else ""
+    of_tiers = f" checkpoint_percent={spec.checkpoint_percent}" if spec.checkpoint_percent else ""
+    shares = [tier.retained_percent for tier in spec.tiers]
+    of_tiers += f" retained_percent={shares}" if any(shares) else ""
+    return hashlib.sha256((repr(spec) + of_states + of_tiers).encode()).digest()
+
+
+def hasher_state(hasher: RequestHasher) -> list[object]:
+    """Return what `hasher_of` makes a hasher of."""
+    extra, tail = hasher.extra_keys, hasher.tail
+    items = [(item.identifier, item.offset, item.length) for item in extra.multimodal]
+    return [tail.num_blocks, tail.digest, tail.pending, extra.lora, extra.salt, items, list(extra.prompt_embeds)]
+
+
+def hasher_of(state: list[Any], scheme: HashScheme) -> RequestHasher:
+    """Make the hasher of a request."""
+    num_blocks, digest, pending, lora, salt, items, embeds = state
+    extra = ExtraKeys(lora, salt, tuple(Multimodal(*item) for item in items), tuple(embeds))
+    return RequestHasher(scheme, extra, HashTail(num_blocks, digest, pending))

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, fields
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
-from kvplane.base.groups import EvictionPolicy, ReplicaSpec
-from kvplane.base.hashing import HashScheme, HashTail, RequestHasher
+from kvplane.base.groups import EvictionPolicy
+from kvplane.base.hashing import HashScheme
 from kvplane.base.stamps import Stamp
-from kvplane.base.step import ExtraKeys, Multimodal
 from kvplane_service.core.columns import SLICE_BLOCKS
+from kvplane_service.core.contents import Content
 from kvplane_service.core.counters import Counters, Residency
 from kvplane_service.core.eviction import TurnTailList, WindowTailList
 from kvplane_service.core.hazard import check
@@ -22,14 +21,15 @@ from kvplane_service.core.keys import Key
 from kvplane_service.core.packed_values import pack_value
 from kvplane_service.core.policies import HazardList, are_hints
 from kvplane_service.core.pool import BlockPool
-from kvplane_service.core.requests import NO_FAST_PATH, Content, Requests
+from kvplane_service.core.requests import NO_FAST_PATH, Requests
 from kvplane_service.core.split import SplitPool
+from kvplane_service.core.state import MAGIC, hasher_of, hasher_state, spec_digest
 from kvplane_service.core.tiers.entries import copy_counters, copy_tiers, load_tiers
 
 if TYPE_CHECKING:
     from kvplane_service.core.replica import Replica
 
-MAGIC = b"kvplane state 2\n"
+
 POOL_COLUMNS = ("references", "key_tokens", "key_step", "stamp")
 POOL_STATISTICS_COLUMNS = ("_born", "_used", "_last_use")
 POOL_VALUES = ("generation", "epoch", "_counter", "step", "executed_through", "num_evictable", "reserved", "busy")
@@ -42,29 +42,6 @@ REQUEST_COLUMNS = (
 REQUEST_VALUES = ("asked", "unserved", "num_running", "loading", "not_zeroed")
 # Derived: a loaded request has no fast path until its next row has computed its bounds again.
 BOUNDS = ("fast_path_until", "alloc_bound", "window_bound", "register_bound")
-
-
-def spec_digest(spec: ReplicaSpec) -> bytes:
-    """Return the digest of the normalized spec: equal for equal decisions, whatever numbers its classes have. The
-    eviction policy, which is not in its text, has an entry of its own.
-    """
-    return digest_as_stated(spec.normalized)
-
-
-def spec_digests(spec: ReplicaSpec) -> list[bytes]:
-    """Return the digests that images of the spec have, that of new ones first; earlier ones have that of the spec as
-    it is.
-    """
-    return [spec_digest(spec), digest_as_stated(spec)]
-
-
-def digest_as_stated(spec: ReplicaSpec) -> bytes:
-    """Return the digest of the spec as it is."""
-    of_states = f" blocks_per_state={spec.blocks_per_state}" if spec.blocks_per_state > 1 else ""
-    of_tiers = f" checkpoint_percent={spec.checkpoint_percent}" if spec.checkpoint_percent else ""
-    shares = [tier.retained_percent for tier in spec.tiers]
-    of_tiers += f" retained_percent={shares}" if any(shares) else ""
-    return hashlib.sha256((repr(spec) + of_states + of_tiers).encode()).digest()
 
 
 def encode(replica: Replica, with_statistics: bool, hashed: bool) -> Iterator[bytes]:
@@ -206,13 +183,6 @@ def key_run(start: int, keys: list[Key | None], pairs: dict[tuple[str, int], int
     return [start, list(pairs), numbers, [key[2] for key in keys if key is not None]]
 
 
-def hasher_state(hasher: RequestHasher) -> list[object]:
-    """Return what `hasher_of` makes a hasher of."""
-    extra, tail = hasher.extra_keys, hasher.tail
-    items = [(item.identifier, item.offset, item.length) for item in extra.multimodal]
-    return [tail.num_blocks, tail.digest, tail.pending, extra.lora, extra.salt, items, list(extra.prompt_embeds)]
-
-
 def _tracker_state(tracker: InFlightTracker) -> dict[str, object]:
     return {
         "grants": {seq: [one.slot[:], one.serial[:], one.num_tokens[:]] for seq, one in tracker.grants.items()},
@@ -317,13 +287,6 @@ def load_requests(requests: Requests, entries: dict[str, list[Any]], scheme: Has
     requests.content = [Content([]) for _ in requests.live]
     for slot, digests, hasher in entries.get("content", ()):
         requests.content[slot] = Content(digests, hasher_of(hasher, scheme) if hasher else None)
-
-
-def hasher_of(state: list[Any], scheme: HashScheme) -> RequestHasher:
-    """Make the hasher of a request."""
-    num_blocks, digest, pending, lora, salt, items, embeds = state
-    extra = ExtraKeys(lora, salt, tuple(Multimodal(*item) for item in items), tuple(embeds))
-    return RequestHasher(scheme, extra, HashTail(num_blocks, digest, pending))
 
 
 def _load_tracker(tracker: InFlightTracker, state: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ from kvplane.base.step import (
 )
 from kvplane_service.core.coordinator import Admission, Coordinator, Growth
 from kvplane_service.core.in_flight import InFlightTracker
-from kvplane_service.core.lookup import Hit
+from kvplane_service.core.interface import Hit
 from kvplane_service.core.part_rows import admit_rows
 from kvplane_service.core.refusals import Refusal, RequestVersion
 from kvplane_service.core.requests import Requests

@@ -11,9 +11,10 @@ from kvplane.base.errors import KvplaneError
 from kvplane.base.step import CacheEvent, Part, PartResult, Step, StepResult
 from kvplane.base.when_read import made_of
 from kvplane_service.core.cache_events import CacheEvents
+from kvplane_service.core.loading import load_state
 from kvplane_service.core.recovery import RecoveredState, RecoveryOutcome
 from kvplane_service.core.replica import Replica
-from kvplane_service.core.state import digest, export_state, load_state
+from kvplane_service.core.state import digest, export_state
 
 if TYPE_CHECKING:
     from kvplane_service.core.interface import ReplicaCore

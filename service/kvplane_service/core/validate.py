@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
+from typing import Protocol
 
 from kvplane.base.groups import MAX_TOKENS, CommitRule, ReplicaSpec
 from kvplane.base.hashing import MAX_TOKEN_ID, block_digest
@@ -35,11 +36,32 @@ from kvplane.base.step import (
     Step,
     Watermark,
 )
+from kvplane_service.core.interface import MAX_SLOTS
 from kvplane_service.core.policies import are_hints
 from kvplane_service.core.reasons import NONE, Refusal
-from kvplane_service.core.requests import MAX_SLOTS, Requests
+from kvplane_service.core.requests import Requests
 from kvplane_service.core.setup import states_for_drafts
-from kvplane_service.core.tiers.checks import MAX_COST_NS, MAX_WITHIN_NS, OrderedJobs
+
+MAX_COST_NS = 60_000_000_000  # of a token or a block
+
+
+MAX_WITHIN_NS = 3600 * 1_000_000_000
+
+
+class OrderedJobs(Protocol):
+    """What the tiers of a replica have ordered."""
+
+    @property
+    def each(self) -> Sequence[object]:
+        """The tiers."""
+
+    @property
+    def last_job(self) -> int:
+        """Number of the last job."""
+
+    def load_after(self, job: int) -> int:
+        """Return the step that a load in flight waits for; 0 for other jobs."""
+
 
 MAX_LOOKAHEAD = 4096
 MAX_NS = (1 << 62) - 1  # of a time

@@ -53,6 +53,7 @@ from kvplane.base.step import (
 from kvplane.base.when_read import given_fields
 from kvplane.v1 import step_pb2 as pb
 from kvplane_service.core.cache_events import CacheEvents, runs_of
+from kvplane_service.core.loader import when_compiled
 
 _TOOK, _COUNT = struct.Struct(">Q"), struct.Struct("<I")
 _CODES = "IiQq"  # types of columns whose numbers do not fit into bytes, smallest first
@@ -365,6 +366,8 @@ def layouts() -> tuple[Any, ...]:
     of_all = _PART.layout(), _RESULT.layout(), _RESUME.layout()
     return *of_all, _OF_RESULT, _OF_EVENTS, _OF_RESUME, _FLAT
 
+
+when_compiled(lambda compiled: compiled._native.pack_with(*layouts()))
 
 _PACKED_EVENTS = "kind group hashes blocks domain parent block_size slot start end block_starts reason tier".split()
 

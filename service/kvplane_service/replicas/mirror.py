@@ -28,11 +28,10 @@ from kvplane.base.groups import ReplicaSpec
 from kvplane.base.session import CORE_VERSION, OpenRequest, Progress
 from kvplane.base.step import CacheEvent, EventKind, StepResult
 from kvplane.wire.mirror import Mirrored, answer_digest
+from kvplane_service.core import loader
 from kvplane_service.core.inspect import check as check_invariants
-from kvplane_service.core.interface import ReplicaCore
-from kvplane_service.core.invariants import BrokenInvariant
+from kvplane_service.core.interface import BrokenInvariant, ReplicaCore
 from kvplane_service.decisions.log import Decision, Entry, Life, without_tokens
-from kvplane_service.replicas import cores
 from kvplane_service.replicas.cache_requests import CacheRequests
 from kvplane_service.replicas.step_order import size_of
 from kvplane_service.runtime.executors import Offload
@@ -271,7 +270,7 @@ class Mirror:
 
 
 def _load(spec: ReplicaSpec, raw: bytes) -> tuple[ReplicaCore, list[tuple[int, CacheEvent]]]:
-    loaded = cores.load_replica(spec, raw)
+    loaded = loader.load_replica(spec, raw)
     try:
         check_invariants(loaded)
     except BrokenInvariant as error:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from enum import Enum
 
 from kvplane.base.groups import ReplicaSpec
+from kvplane_service.core import loader
 from kvplane_service.core.interface import ReplicaCore
-from kvplane_service.replicas import cores
 
 FIRST_EPOCH = 1
 
@@ -24,6 +24,6 @@ class ReplicaState(Enum):
 
 def new_replica(spec: ReplicaSpec) -> ReplicaCore:
     """Make a replica in its first epoch. May be called on a thread, since a large pool takes long to build."""
-    replica = cores.new_replica(spec)
+    replica = loader.new_replica(spec)
     replica.begin_epoch(FIRST_EPOCH)
     return replica

@@ -11,6 +11,7 @@ from kvplane import wire
 from kvplane.base.step import EventKind, Orders, StepResult
 from kvplane.v1 import admin_pb2
 from kvplane.v1 import allocation_pb2 as pb
+from kvplane_service.core import loader
 from kvplane_service.core.columns import pieces
 from kvplane_service.core.counters import Residency
 from kvplane_service.core.inspect import Snapshot
@@ -22,7 +23,6 @@ from kvplane_service.explain.causes import cause_of
 from kvplane_service.explain.history import Change, KeyName
 from kvplane_service.explain.service import Explanation, reaches_registration
 from kvplane_service.registry import Entry
-from kvplane_service.replicas import cores
 from kvplane_service.replicas.host import ReplicaHost, ReplicaState
 from kvplane_service.replicas.mirror import Mirror
 from kvplane_service.rpc.tiers import encode_tiers, tier_counts
@@ -178,7 +178,7 @@ def encode_description(entry: Entry, report: StoreReport) -> pb.DescribeReplicaR
         busy_blocks=len(replica.busy_blocks),
         mirror=_encode_mirror(host.mirror) if host.mirror.is_attached else None,
         miss_curve=encode_curve(host.miss_curve()),
-        core=pb.CoreStatus(name=cores.core_of(replica), reason=cores.reason_of(replica)),
+        core=pb.CoreStatus(name=loader.core_of(replica), reason=loader.reason_of(replica)),
         tiers=encode_tiers(replica),
         tier_jobs=replica.tiers.open_jobs() if replica.spec.tiers else {},
         tier_counts=tier_counts(replica),

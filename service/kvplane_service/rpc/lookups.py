@@ -11,8 +11,7 @@ from kvplane.base.errors import NotFound
 from kvplane.base.step import Budget, Part, Peek, Step
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.auth.gate import CALL
-from kvplane_service.core.interface import ReplicaCore
-from kvplane_service.core.lookup import Hit
+from kvplane_service.core.interface import Hit, ReplicaCore
 from kvplane_service.replicas.host import ReplicaHost
 from kvplane_service.rpc import encode
 from kvplane_service.rpc.prices import HASH_BYTES

@@ -17,11 +17,11 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
 from kvplane.base.trace import parse_traceparent
+from kvplane_service.core import loader
 from kvplane_service.core.interface import GroupView
 from kvplane_service.decisions.counters import REFUSALS, REMOVALS, STEP_BOUNDS_NS, Example, StepTimes
 from kvplane_service.decisions.ghost import SIZES
 from kvplane_service.registry import Entry, Registry
-from kvplane_service.replicas import cores
 from kvplane_service.replicas.host import ReplicaHost, ReplicaState
 from kvplane_service.runtime.reports import StoreReport, StoreState
 from kvplane_service.telemetry import tiers
@@ -95,7 +95,7 @@ def _keys(host: ReplicaHost) -> Values:
 
 
 def _core(host: ReplicaHost) -> Values:
-    return [((cores.core_of(host.replica),), 1)]
+    return [((loader.core_of(host.replica),), 1)]
 
 
 _FAMILIES = (

@@ -43,7 +43,7 @@ def _print_addresses(app: App) -> None:
     One write: a parent that reads the first lines and closes the pipe does not end the service.
     """
     from kvplane.base.hashing import native
-    from kvplane_service.replicas import cores
+    from kvplane_service.core import loader
 
     lines = [f"serving on {app.address}"]
     if app.config.session_socket:
@@ -52,7 +52,7 @@ def _print_addresses(app: App) -> None:
         lines.append(f"metrics on http://{app.metrics_address}/metrics")
     if app.health_address:
         lines.append(f"health on {app.health_address}")
-    lines.append(f"block hashes: {native.describe()}; core: {cores.describe()}")
+    lines.append(f"block hashes: {native.describe()}; core: {loader.describe()}")
     sys.stdout.write("".join(f"kvplane: {line}\n" for line in lines))
     sys.stdout.flush()
 

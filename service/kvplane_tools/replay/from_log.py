@@ -31,10 +31,10 @@ from kvplane.base.step import (
     StepResult,
 )
 from kvplane.v1.admin_pb2 import RecordedDecision, RecordedLife
+from kvplane_service.core import loader
 from kvplane_service.decisions.ghost import GhostLru, MissCurve
 from kvplane_service.decisions.log import Decision, Life
 from kvplane_service.decisions.recording import Frames, result_digest, step_of
-from kvplane_service.replicas import cores
 
 _FIRST_EPOCH = 1
 
@@ -115,7 +115,7 @@ class _Replayed:
     """A replica to which the recorded steps are applied, and a ghost that follows it, except in a what-if."""
 
     def __init__(self, spec: ReplicaSpec, outcome: Outcome, step_version: int) -> None:
-        self.replica = cores.new_replica(spec)
+        self.replica = loader.new_replica(spec)
         self.replica.begin_epoch(_FIRST_EPOCH)
         self.ghost = GhostLru(self.replica)
         if step_version == 1:
@@ -135,7 +135,7 @@ class _Replayed:
                     field="--blocks",
                     remedy="replay it with the recorded number of blocks",
                 )
-            self.replica = cores.load_replica(self.replica.spec, life.state)
+            self.replica = loader.load_replica(self.replica.spec, life.state)
         elif self.outcome.is_what_if:  # the recorded busy blocks are ids of another pool
             self.replica.begin_epoch(life.epoch, memory_is_new=True)
         else:

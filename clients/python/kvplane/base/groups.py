@@ -354,7 +354,7 @@ class ReplicaSpec:
     keep_divergence_boundary: bool = False
     align: AlignSpec = field(default_factory=AlignSpec)
     events: bool = True
-    eviction: EvictionPolicy = field(default=EvictionPolicy.LRU, repr=False)  # see state_entries.spec_digest
+    eviction: EvictionPolicy = field(default=EvictionPolicy.LRU, repr=False)  # see state.spec_digest
     tiers: tuple[TierSpec, ...] = field(default=(), repr=False)
     hint_values: int = field(default=0, repr=False)
     blocks_per_state: int = field(default=1, repr=False)

@@ -19,8 +19,9 @@ from typing import ClassVar
 from kvplane.base.groups import DENSE_RETENTION, CommitRule, EvictionPolicy
 from kvplane.base.step import CacheEvent, EventKind, RemoveReason
 from kvplane_service.core.eviction import note_copied, split_left
+from kvplane_service.core.interface import Need
 from kvplane_service.core.keys import NULL_BLOCK, Key
-from kvplane_service.core.managers.questions import GroupSetup, Need, Query, RequestProgress
+from kvplane_service.core.managers.questions import GroupSetup, Query, RequestProgress
 
 NOT_TRACKED = -1
 FOREVER = 1 << 62

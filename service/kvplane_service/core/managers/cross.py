@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from kvplane_service.core.interface import Need
 from kvplane_service.core.keys import NULL_BLOCK
 from kvplane_service.core.managers.base import FOREVER, GroupManager
-from kvplane_service.core.managers.questions import Need, Query, RequestProgress
+from kvplane_service.core.managers.questions import Query, RequestProgress
 
 
 class CrossAttentionManager(GroupManager):

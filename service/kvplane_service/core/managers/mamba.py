@@ -16,10 +16,11 @@ from collections.abc import Collection, Sequence
 
 from kvplane.base.checkpoints import CheckpointRule
 from kvplane.base.step import RemoveReason
+from kvplane_service.core.interface import Need
 from kvplane_service.core.keys import NULL_BLOCK, Key
 from kvplane_service.core.managers.base import GroupManager
 from kvplane_service.core.managers.full import register_inside_block, report_stored_inside
-from kvplane_service.core.managers.questions import GroupSetup, Need, Query, RequestProgress
+from kvplane_service.core.managers.questions import GroupSetup, Query, RequestProgress
 
 NO_STATE = -1
 

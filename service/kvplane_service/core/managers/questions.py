@@ -34,31 +34,6 @@ class GroupSetup:
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
-    """An allocation that is planned: `GroupManager.blocks_needed` counts how many free blocks the allocation would
-    take.
-
-    Attributes:
-        slot: slot of the request.
-        num_slots: leading tokens of the request that need memory, lookahead included.
-        num_main: leading tokens of the request that need memory, without lookahead.
-        total_computed: tokens that need not be computed: the tokens of the hit and the external tokens.
-        local_computed: tokens of the hit.
-        num_encoder: encoder tokens, for cross attention.
-        capped: count at most the blocks that a request can hold at one time; used when the whole sequence must fit
-            (`full_fit`).
-    """
-
-    slot: int
-    num_slots: int
-    num_main: int
-    total_computed: int
-    local_computed: int
-    num_encoder: int = 0
-    capped: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class RequestProgress:
     """How far a request is computed while none of its steps is in flight.
 

@@ -22,14 +22,20 @@ from kvplane.base.step import (
     StepResult,
 )
 from kvplane_service.core.cache_events import CacheEvents
-from kvplane_service.core.columns import SLICE_BLOCKS
+from kvplane_service.core.columns import SLICE_BLOCKS, SLICE_REQUESTS
 from kvplane_service.core.contents import hash_alone
 from kvplane_service.core.counters import Counters, GroupCounters, Residency
 from kvplane_service.core.entries import Entries
-from kvplane_service.core.in_flight import SLICE_REQUESTS
-from kvplane_service.core.interface import Answer, BlockCounts, GroupView, ReadStep, ReplicaCore
-from kvplane_service.core.invariants import BrokenInvariant
-from kvplane_service.core.lookup import Hit
+from kvplane_service.core.interface import (
+    INSIDE,
+    Answer,
+    BlockCounts,
+    BrokenInvariant,
+    GroupView,
+    Hit,
+    ReadStep,
+    ReplicaCore,
+)
 from kvplane_service.core.native import _native
 from kvplane_service.core.native.hashers import Hashers
 from kvplane_service.core.native.open_step import NativeOpenStep
@@ -40,12 +46,10 @@ from kvplane_service.core.native.tiers import NativeTiers, stamps_of
 from kvplane_service.core.native.tiers import end_epoch as end_epoch_of_tiers
 from kvplane_service.core.native.views import NativeEvents, NativeGroup, NativeRequests
 from kvplane_service.core.packed_values import ValueReader, pack_value
-from kvplane_service.core.pool import INSIDE
 from kvplane_service.core.reasons import Refusal
 from kvplane_service.core.recovery import PoolShape, RecoveredState, RecoveryOutcome, verify_entries
 from kvplane_service.core.setup import check_spec
-from kvplane_service.core.state import not_loaded
-from kvplane_service.core.state_entries import hasher_of, hasher_state, spec_digests
+from kvplane_service.core.state import hasher_of, hasher_state, not_loaded, spec_digests
 
 SOURCES = _native.SOURCES
 

@@ -24,11 +24,19 @@ from kvplane.base.step import (
     Step,
     StepResult,
 )
-from kvplane_service.core.facts import Update
-from kvplane_service.core.lookup import Hit
+from kvplane_service.core.interface import Hit
 from kvplane_service.core.native import _native
-from kvplane_service.core.open_step import NO_TERMS, UNALIGNED, row_of
-from kvplane_service.core.part_rows import PartRows, admit_section, facts_section, news_section, run_section
+from kvplane_service.core.part_rows import (
+    NO_TERMS,
+    UNALIGNED,
+    PartRows,
+    Update,
+    admit_section,
+    facts_section,
+    news_section,
+    row_of,
+    run_section,
+)
 from kvplane_service.core.reasons import Refusal
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from kvplane_service.core.native import _native
 
 
 def published(core: object, spec: ReplicaSpec, digest_size: int, blocks: list[int]) -> Entries:
-    """Return the published keys of these blocks, see `entries.collect`."""
+    """Return the published keys of these blocks, see `Replica.entries`."""
     bare: list[int] = []
     rows: dict[int, list[tuple[int, int, bytes, int]]] = {}
     horizon, domains, stamps = _native.numbers(core)[2], _native.books(core)[6], {}

@@ -9,12 +9,9 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from kvplane.base.step import UNLIMITED
+from kvplane_service.core.interface import INSIDE, Hit, Need
 from kvplane_service.core.keys import Key
-from kvplane_service.core.lookup import Hit
-from kvplane_service.core.managers.questions import Need
 from kvplane_service.core.native import _native
-from kvplane_service.core.pool import INSIDE
-from kvplane_service.core.refusals import Refusals
 from kvplane_service.core.setup import hits_end_in_prompt
 
 if TYPE_CHECKING:
@@ -90,7 +87,6 @@ class NativePool:
     def __init__(self, replica: NativeReplica) -> None:
         self._replica = replica
         self.num_blocks = replica.spec.num_blocks
-        self.refusals = Refusals()  # none is stored: the core looks up again in less time
         self.references, self.stamp, self.key_step, self.key_tokens = map(self._column, range(4))
 
     def _column(self, number: int) -> _Entries:

@@ -13,7 +13,7 @@ from kvplane.base.groups import (
     SavePolicy,
 )
 from kvplane.base.hashing import HashScheme
-from kvplane_service.core.tiers.behind import most_ahead
+from kvplane_service.core.setup import most_ahead
 
 KINDS = {
     GroupKind.FULL_ATTENTION: 0,

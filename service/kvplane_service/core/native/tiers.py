@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from kvplane.base.groups import Medium, ReplicaSpec
 from kvplane.base.step import CacheEvent
 from kvplane_service.core.columns import PIECE, SLICE_BLOCKS
+from kvplane_service.core.counters import GroupUse, TierCounters
+from kvplane_service.core.entries import stored_events
 from kvplane_service.core.keys import Key
 from kvplane_service.core.native import _native
 from kvplane_service.core.native.views import tier_events_of
-from kvplane_service.core.tiers.tier import GroupUse, stored_events
-from kvplane_service.core.tiers.tiers import TierCounters
 
 Unpack = Callable[[tuple[int, bytes]], Key]
 

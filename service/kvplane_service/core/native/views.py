@@ -24,8 +24,8 @@ from kvplane.base.step import (
 )
 from kvplane_service.core.cache_events import CacheEvents
 from kvplane_service.core.contents import HashedRows
+from kvplane_service.core.interface import MAX_SLOTS
 from kvplane_service.core.native import _native
-from kvplane_service.core.requests import MAX_SLOTS
 
 _DOWNWARD_CLOSED = (GroupKind.FULL_ATTENTION, GroupKind.MLA, GroupKind.SINK_FULL, GroupKind.R_SWA)
 

@@ -19,19 +19,12 @@ from kvplane.base.groups import ReplicaSpec, SavePolicy
 from kvplane.base.step import SAVE_COLUMNS
 from kvplane_service.core.coordinator import Coordinator
 from kvplane_service.core.keys import Key
+from kvplane_service.core.setup import SLOT_SHARE, most_ahead
 from kvplane_service.core.tiers.tier import Tier
 from kvplane_service.core.tiers.tiers import MAX_JOBS, Save, Tiers
 
-AHEAD_SHARE = 2  # at most one of this number of blocks of the pool is looked at: a prompt may take most of a small pool
-SLOT_SHARE = 2  # the same of the slots that they are copied to: more would evict each other there, and be copied again
 AHEAD_STEPS = 10  # steps whose blocks are looked at: twice those that are in flight while a save is
 SAVED_STEPS = 2  # blocks saved at the end of a step, in blocks that a step takes
-
-
-def most_ahead(spec: ReplicaSpec) -> int:
-    """Return the number of blocks of a pool that are looked at, at most."""
-    places = [spec.num_blocks // AHEAD_SHARE, *(tier.num_blocks // SLOT_SHARE for tier in spec.tiers[:1])]
-    return max(1, min(places))
 
 
 class SaveBehind:

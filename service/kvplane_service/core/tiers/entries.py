@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import astuple
 from typing import Any
 
-from kvplane_service.core.tiers.tier import GroupUse, Tier
-from kvplane_service.core.tiers.tiers import Filled, Load, Location, Move, Save, TierCounters, Tiers
+from kvplane_service.core.counters import GroupUse, TierCounters
+from kvplane_service.core.tiers.tier import Tier
+from kvplane_service.core.tiers.tiers import Filled, Load, Location, Move, Save, Tiers
 
 
 def copy_tiers(tiers: Tiers) -> list[object]:

@@ -18,10 +18,9 @@ from kvplane.base.groups import GroupKind, Medium
 from kvplane.base.step import LOAD_COLUMNS, Cache, CacheEvent, EventKind, PartResult
 from kvplane_service.core.coordinator import Admission, Coordinator
 from kvplane_service.core.in_flight import InFlightTracker
+from kvplane_service.core.interface import INSIDE, Hit
 from kvplane_service.core.keys import NULL_BLOCK
-from kvplane_service.core.lookup import Hit
 from kvplane_service.core.managers.base import FOREVER
-from kvplane_service.core.pool import INSIDE
 from kvplane_service.core.tiers.tiers import MAX_JOBS, Filled, Load, Location, Move, Save, Tiers
 
 WINDOWS = {GroupKind.SLIDING_WINDOW, GroupKind.SLIDING_WINDOW_MLA}

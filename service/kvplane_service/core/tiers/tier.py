@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 
 from kvplane.base.groups import Medium, TierSpec
 from kvplane.base.step import CacheEvent, RemoveReason
 from kvplane_service.core.cache_events import CacheEvents
-from kvplane_service.core.columns import pieces
+from kvplane_service.core.counters import GroupUse
+from kvplane_service.core.entries import stored_events
 from kvplane_service.core.keys import Key
 from kvplane_service.core.retained import DEVICE, PriorityLists, RetainedBlocks
 from kvplane_service.core.tiers.wanted import Wanted
 
 MAX_HASHES = 1000  # per STORED event of all keys
-
-
-@dataclass(slots=True)
-class GroupUse:
-    """Blocks of one group in one tier: `held` now; `stored`, `loaded` and `evicted` since the replica began."""
-
-    held: int = 0
-    stored: int = 0
-    loaded: int = 0
-    evicted: int = 0
 
 
 class Tier:
@@ -266,12 +256,3 @@ class Tier:
         """Return and clear the events since the last call."""
         runs, self.events = self.events.runs, CacheEvents()
         return runs
-
-
-def stored_events(keys: Iterable[tuple[Key, int]], block_sizes: Sequence[int], medium: Medium) -> Iterator[CacheEvent]:
-    """Yield STORED events of the keys of slots, of at most `MAX_HASHES` keys each."""
-    for piece in pieces(sorted(keys), MAX_HASHES):
-        events = CacheEvents()
-        for key, slot in piece:
-            events.stored_in_tier(slot, key, block_sizes[key[1]], medium)
-        yield from events.runs

@@ -13,6 +13,7 @@ from kvplane.base.groups import ReplicaSpec, SavePolicy
 from kvplane.base.stamps import MAX_COUNTER, MAX_EPOCH, Stamp, in_time
 from kvplane.base.step import LOAD_COLUMNS, MOVE_COLUMNS, SAVE_COLUMNS, CacheEvent, Orders, PartResult, RemoveReason
 from kvplane_service.core.columns import pieces, words_of
+from kvplane_service.core.counters import TierCounters
 from kvplane_service.core.keys import NULL_BLOCK, Key
 from kvplane_service.core.pool import BlockPool
 from kvplane_service.core.tiers.tier import Tier
@@ -84,33 +85,6 @@ class Move:
     source: Location
     tier: int
     slot: int
-
-
-@dataclass(slots=True)
-class TierCounters:
-    """What happened since the replica began, in rows unless stated otherwise; decides nothing."""
-
-    saved: int = 0
-    moved: int = 0
-    discarded: int = 0  # saved or moved in vain: the source changed meanwhile
-    failed: int = 0  # saves and moves that failed
-    loaded: int = 0
-    loads: int = 0  # jobs
-    loads_failed: int = 0  # jobs
-    loaded_tokens: int = 0  # of hits: tokens beyond the hit of the device alone
-    waited: int = 0  # refusals of admissions until loads in flight end, because of `most_loading`
-    given_up: int = 0  # admissions for which loads in flight that no request waits for leave no room, or that share one
-    no_slot: int = 0  # saves and moves that found no slot to write
-    no_job: int = 0  # the same, and loads, with MAX_JOBS in flight
-    too_slow: int = 0  # admissions whose hit is computed sooner than it would be loaded
-    # Jobs that load, by what their hit is put together from, and by the only groups that lacked something.
-    device_host: int = 0
-    host_disk: int = 0
-    device_host_disk: int = 0
-    windows_alone: int = 0
-    states_alone: int = 0
-    prefetched: int = 0  # blocks whose copy into the first tier a prefetch ordered; `moved` has them too
-    prefetches_late: int = 0  # prefetches that would have ended too late
 
 
 @dataclass(slots=True)

@@ -1,9 +1,12 @@
-"""Makes the core of a replica: the compiled one where it is installed, else the Python one. The environment variable
-KVPLANE_CORE selects another:
+"""Makes the core of a replica: the compiled one where it is installed, else the specification.
+The environment variable KVPLANE_CORE selects another:
 
     python   `Replica`, the specification
     native   the compiled core (`kvplane_service.core.native`)
-    twin     both: `Replica` answers, and each step's results and state are compared with the compiled core's
+    twin     both: `Replica` answers, and each step's results and state are compared with the compiled core's; `python`
+             for an engine that decides in its own process
+
+No other module of the product imports the specification.
 """
 
 from __future__ import annotations
@@ -15,22 +18,27 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING, cast
 
 from kvplane.base.compiled import NOT_INSTALLED, problem_of
 from kvplane.base.errors import FailedPrecondition, InvalidArgument
 from kvplane.base.groups import ReplicaSpec
-from kvplane_service import core
 from kvplane_service.core.interface import ReplicaCore
+from kvplane_service.core.loading import load_state
+from kvplane_service.core.open_step import OpenStep
 from kvplane_service.core.replica import Replica
-from kvplane_service.core.state import load_state
 from kvplane_service.core.twin import TwinReplica
-from kvplane_service.decisions.packing import layouts
+
+if TYPE_CHECKING:
+    from kvplane_service.core.native import NativeReplica
+    from kvplane_service.core.native.open_step import NativeOpenStep
 
 _PACKAGE = "kvplane_service.core.native"
 VARIABLE = "KVPLANE_CORE"
 AUTO = "auto"
 CORES = (AUTO, "python", "native", "twin")
 CHECK_EVERY = 32  # steps between two comparisons of the whole state of twins
+_PREPARATIONS: list[Callable[[ModuleType], None]] = []
 
 
 def new_replica(spec: ReplicaSpec) -> ReplicaCore:
@@ -44,8 +52,30 @@ def new_replica(spec: ReplicaSpec) -> ReplicaCore:
 
 
 def load_replica(spec: ReplicaSpec, raw: bytes) -> ReplicaCore:
-    """Make a replica with an exported state, see `state.load_state`. Raises the errors of `new_replica` too."""
+    """Make a replica with an exported state, see `state`. Raises the errors of `new_replica` too."""
     return _select(lambda: load_state(spec, raw), lambda compiled: compiled.NativeReplica.load(spec, raw))
+
+
+def new_in_process(spec: ReplicaSpec) -> NativeReplica:
+    """Make an empty replica whose steps an engine applies row by row, see `open_step`. The specification has all
+    methods and attributes of a `NativeReplica` that engines use. Raises the errors of `new_replica`.
+    """
+    made = new_replica(spec)
+    return cast("NativeReplica", made.first if isinstance(made, TwinReplica) else made)
+
+
+def open_step(replica: NativeReplica, executed_through: int, records: bool = False) -> NativeOpenStep:
+    """Begin the next step of a replica of `new_in_process`. `records`: its rows are read later."""
+    if isinstance(replica, Replica):
+        return cast("NativeOpenStep", OpenStep(replica, executed_through))
+    return replica.open_step(executed_through, records)
+
+
+def when_compiled(prepare: Callable[[ModuleType], None]) -> None:
+    """Call a function with the module of the compiled core, once this process uses it."""
+    _PREPARATIONS.append(prepare)
+    if _PACKAGE in sys.modules:
+        prepare(sys.modules[_PACKAGE])
 
 
 def describe() -> str:
@@ -101,13 +131,14 @@ def _native() -> ModuleType | None:
 @cache
 def _prepared() -> ModuleType:
     compiled = import_module(_PACKAGE)
-    compiled._native.pack_with(*layouts())
+    for prepare in _PREPARATIONS:
+        prepare(compiled)
     return compiled
 
 
 @cache
 def _problem() -> str:
-    return "" if f"{_PACKAGE}._native" in sys.modules else problem_of(Path(core.__file__).parent / "native")
+    return "" if f"{_PACKAGE}._native" in sys.modules else problem_of(Path(__file__).parent / "native")
 
 
 def _required() -> ModuleType:
