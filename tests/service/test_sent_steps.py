@@ -15,13 +15,13 @@ from kvplane.base.step import ExtraKeys, Facts, News, Part, Resume, Run, Step, S
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.v1 import step_pb2
 from kvplane.wire.parsing import parse
+from kvplane_service.core import loader
 from kvplane_service.core.interface import HAS_KEYS, ReadStep
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.twin import TwinReplica
 from kvplane_service.decisions.log import without_tokens
 from kvplane_service.decisions.packing import pack_decision
 from kvplane_service.decisions.sent import Record, SentResult, SentStep, answered, kinds_of
-from kvplane_service.replicas import cores
 from kvplane_service.replicas.applying import effort
 from kvplane_service.replicas.step_order import size_of
 from tests.core import page_engine, test_tier_contents
@@ -88,7 +88,7 @@ class ByMessages(NativeReplica):
 @pytest.fixture
 def counted(monkeypatch) -> type[ByMessages]:
     """Let the second core of page engines be such a core."""
-    cores._prepared()
+    loader._prepared()
     monkeypatch.setattr(page_engine, "new_replica", lambda spec: TwinReplica(Replica(spec), ByMessages.of))
     monkeypatch.setattr(ByMessages, "sent", 0)
     return ByMessages
@@ -123,7 +123,7 @@ EVERYTHING = Part(
 
 
 def core() -> ByMessages:
-    cores._prepared()
+    loader._prepared()
     return ByMessages(spec_of())
 
 
