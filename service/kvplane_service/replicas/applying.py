@@ -119,6 +119,13 @@ class Applying:
         """Whether applying the step on the event loop could delay other replicas. `effort_ns`: if it is known."""
         return (self.effort(step) if effort_ns is None else effort_ns) > MOST_INLINE_NS
 
+    def is_long_look_up(self, num_tokens: int) -> bool:
+        """Whether a look-up of so many tokens on the event loop could delay other replicas."""
+        spec, replica = self._replica.spec, self._replica
+        blocks = sum(num_tokens // group.block_size for group in spec.groups)
+        units = _ROW + num_tokens // spec.hash_block_size // _DIGESTS_READ + blocks // _BLOCKS_SEEN
+        return replica.unit_ns * units > MOST_INLINE_NS
+
     async def aside(self, work: Awaitable[_T]) -> _T:
         """Run long work in a task that is the only user of the replica; returns its result. No other long work may be
         running.

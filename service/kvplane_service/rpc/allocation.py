@@ -117,10 +117,7 @@ class AllocationServicer:
     async def FindCacheHit(self, request: pb.FindCacheHitRequest, _: bytes) -> Message:  # noqa: N802
         """Return how many leading tokens of a prompt or of a request are cached. Changes nothing."""
         entry = self._registry.get(request.replica)
-        host = entry.host
-        await host.idle()
-        host.check_readable()
-        kind = request.WhichOneof("what")
+        host, kind = entry.host, request.WhichOneof("what")
         if kind is None:
             what = "neither content nor request_id is set"
             raise InvalidArgument(what, field="what", remedy="set exactly one of content and request_id")

@@ -40,7 +40,7 @@ def decode_content(message: pb.RequestContent, scheme: HashScheme) -> Content:
         PermissionDenied: the caller may not use the request's cache domain.
     """
     CALL.get().check_domain(message.domain, "content.domain")
-    hashes = _join(message.hashes, scheme, "content.hashes")
+    hashes = _join(message.hashes, scheme, "content.hashes") if message.hashes else b""
     if not (message.token_ids or message.num_tokens):
         raise InvalidArgument(
             "it has neither token_ids nor num_tokens",
@@ -50,11 +50,12 @@ def decode_content(message: pb.RequestContent, scheme: HashScheme) -> Content:
     if message.token_ids and (message.hashes or message.num_tokens):
         what = "hashes or num_tokens is given in addition to token_ids"
         raise InvalidArgument(what, field="content.hashes", remedy="give token_ids alone")
+    has_keys = message.token_ids and message.HasField("extra_keys")
     return Content(
         num_tokens=message.num_tokens or len(message.token_ids),
         hashes=hashes,
         num_hashes=len(message.hashes),
-        extra_keys=wire.decode_extra_keys(message.extra_keys) if message.token_ids else NO_EXTRA_KEYS,
+        extra_keys=wire.decode_extra_keys(message.extra_keys) if has_keys else NO_EXTRA_KEYS,
         domain=message.domain,
         skip_reading=message.skip_reading,
         max_tokens=message.max_tokens,

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TypeAlias
 
 from kvplane.base.errors import NotFound
-from kvplane.base.step import Budget, Part, Peek, Step
+from kvplane.base.hashing import PackedHashes
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.auth.gate import CALL
 from kvplane_service.core.interface import Hit, ReplicaCore
@@ -26,12 +26,12 @@ class LookUp:
     """A look-up that is ready to run on a replica.
 
     Attributes:
-        part: a part of a step with the same look-up, from which the duration is estimated.
+        num_tokens: tokens that are looked up, from which the duration is estimated.
         num_known: hashes of the look-up that the request does not contain.
         find: runs the look-up and returns the answer; changes nothing.
     """
 
-    part: Part
+    num_tokens: int
     find: Callable[[], pb.FindCacheHitResponse]
     num_known: int = 0
 
@@ -56,7 +56,7 @@ class LookUps:
         await host.idle()
         lookup = _planned(host, plan)
         CALL.get().count(HASH_BYTES * lookup.num_known)
-        if not _is_long(host, lookup):
+        if not host.steps.is_long_look_up(lookup.num_tokens):
             return lookup.find()
         return await self._reads.run(host, lambda: _planned(host, plan).find)
 
@@ -71,8 +71,7 @@ def _planned(host: ReplicaHost, plan: Planned) -> LookUp:
 
 def of_content(content: Content, with_blocks: bool, replica: ReplicaCore) -> LookUp:
     """Return the look-up of a prompt whose tokens are hashed."""
-    part = Part(news=content.as_probe(), budget=Budget(tokens=0))
-    return LookUp(part, partial(_find_content, replica, content, with_blocks))
+    return LookUp(content.num_tokens, partial(_find_content, replica, content, with_blocks))
 
 
 def of_request(name: str, with_blocks: bool, replica: ReplicaCore) -> LookUp:
@@ -84,15 +83,14 @@ def of_request(name: str, with_blocks: bool, replica: ReplicaCore) -> LookUp:
         what = f"the replica has no request {name[:140]!r}"
         raise NotFound(what, field="request_id", remedy="send the content of the prompt instead")
     find = partial(_find_request, replica, slot, with_blocks)
-    return LookUp(Part(peek=Peek([slot])), find, len(requests.hashes(slot)))
-
-
-def _is_long(host: ReplicaHost, lookup: LookUp) -> bool:
-    return host.steps.is_long(Step(0, 1, [lookup.part]))
+    return LookUp(requests.num_tokens[slot], find, len(requests.hashes(slot)))
 
 
 def _find_content(replica: ReplicaCore, content: Content, with_blocks: bool) -> pb.FindCacheHitResponse:
-    digests = replica.digests_of(content.as_probe())
+    if content.tail is None or content.max_tokens:
+        digests = replica.digests_of(content.as_probe())
+    else:  # they were checked when they were hashed
+        digests = PackedHashes(content.hashes, replica.digest_size)
     most = 1 if content.skip_reading else content.num_tokens  # the last of these tokens is never hit
     return _found(replica.lookup(digests, content.domain, most), content.num_tokens, digests, with_blocks)
 

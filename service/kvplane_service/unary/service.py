@@ -204,7 +204,7 @@ class UnaryCalls:
                 remedy=f"give at most {limit} tokens, max_model_len of the replica",
             )
         hashes, tail = await self._hash(content.token_ids, content.extra_keys, None, "content.token_ids")
-        return replace(content, hashes=hashes, num_hashes=self._count(hashes), tail=tail, token_ids=())
+        return replace(content, hashes=hashes, num_hashes=tail.num_blocks, tail=tail, token_ids=())
 
     async def hash_appended(self, name: str, appended: Appended) -> Appended:
         """Return the tokens appended to request `name`, hashed from the end of its hash chain. Changes nothing.
