@@ -9,7 +9,7 @@ PYTHON := .venv/bin/python
 RUNTIME := .venv/kvplane-runtime
 DEV := .venv/kvplane-dev
 # Arguments for pytest: make pytest ARGS="tests/core -k sliding"
-ARGS ?= -n 2 --dist loadfile
+ARGS ?= -n 3 --dist loadfile
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,11 +61,11 @@ quick: $(DEV)  ## within a minute: style, the core and the service in process, w
 
 # Left out of `make test` while their sources are what they were when they passed (tests/targets.py).
 test-kernels: $(DEV)  ## the kernels; commit tests/passed.json with a change of them
-	@$(PYTHON) -m pytest -n 2 -m "not nightly" tests/kernels
+	@$(PYTHON) -m pytest -n 2 -m "not nightly" $$($(PYTHON) -m tests.targets tests kernels)
 	@$(PYTHON) -m tests.targets record kernels
 
 test-chart: $(DEV)  ## the chart, by real Helm; commit tests/passed.json with a change of it
-	@$(PYTHON) -m pytest -n 2 --dist loadfile tests/helm
+	@$(PYTHON) -m pytest -n 2 --dist loadfile $$($(PYTHON) -m tests.targets tests chart)
 	@$(PYTHON) -m tests.targets record chart
 
 # `make test-nightly EXPLORE=N` repeats a failing property.

@@ -6,6 +6,7 @@ A *guarded* target, such as the kernels, costs minutes and reads few sources. `p
 sources at which `make test-TARGET` passed last; while it is that of the sources here, `make test` leaves the target
 out and reports it. An unknown digest is another one: a change of a source needs a run of the target, here or in CI.
 
+    python -m tests.targets tests TARGET      the files and folders of the target
     python -m tests.targets record TARGET     after the target has passed
 """
 
@@ -36,7 +37,7 @@ class Guarded:
     def digest(self) -> str:
         """The digest of all sources: of their names and contents."""
         whole = hashlib.sha256()
-        for path in sorted({path for name in (*self.tests, *self.sources) for path in _files(ROOT / name)}):
+        for path in sorted({path for name in (*self.tests, *self.sources) for path in files(ROOT / name)}):
             content = hashlib.sha256(path.read_bytes()).hexdigest()
             whole.update(f"{path.relative_to(ROOT).as_posix()} {content}\n".encode())
         return whole.hexdigest()
@@ -44,9 +45,10 @@ class Guarded:
 
 GUARDED = {
     "kernels": Guarded(
-        tests=("tests/kernels",),
+        tests=("tests/kernels", "tests/engine/test_kinds.py", "tests/bench/test_gpu.py"),
         sources=(
-            "gpu_worker/kvplane_kernels",
+            *("gpu_worker/kvplane_kernels", "gpu_worker/kvplane_worker/engine", "tests/bench/gpu"),
+            *("tests/engine/stress.py", "tests/engine/twin.py", "tests/engine/backends.py", "tests/engine/world.py"),
             "clients/python/kvplane/base/errors.py",
             "tests/conftest.py",
             "locks",
@@ -88,6 +90,11 @@ NIGHTLY = {
     "tests/store/test_store_fuzz.py::test_a_forged_value_in_redis_ends_no_service": "what SQLite shows, with Redis",
     "tests/cli/test_replay_command.py::test_replay_command_replays_300_requests_of_real_traces": "public traces",
     "tests/cli/test_replay_command.py::test_replay_command_is_deterministic": "two replays",
+    "tests/cli/test_replay_command.py::test_replay_with_tiers_says_what_each_one_hit": "three replays",
+    "tests/cli/test_replay_command.py::test_replay_takes_a_match_unit": "two replays",
+    "tests/cli/test_hung.py::test_hung_store_twins_are_caught": "faults that other tests must find",
+    "tests/conformance/test_steps_session.py::test_steps_command_prints_a_line_per_path": "a command around what is tested",
+    "tests/engine/test_demo.py::test_demo_gets_hits_equal_tokens_and_says_what_the_cache_saved": "`make demo-engine`",
 }
 
 
@@ -111,7 +118,8 @@ def record(name: str) -> None:
     PASSED.write_text(json.dumps({**recorded(), name: GUARDED[name].digest()}, indent=1, sort_keys=True) + "\n")
 
 
-def _files(path: Path) -> Iterator[Path]:
+def files(path: Path) -> Iterator[Path]:
+    """The file itself, or all files below a folder."""
     if path.is_file():
         yield path
     for one in path.rglob("*") if path.is_dir() else ():
@@ -120,6 +128,9 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 if __name__ == "__main__":
-    assert sys.argv[1:2] == ["record"], __doc__
-    for each in sys.argv[2:]:
-        record(each)
+    verb, target = sys.argv[1:]
+    assert verb in ("tests", "record"), __doc__
+    if verb == "tests":
+        print(*GUARDED[target].tests)
+    else:
+        record(target)
