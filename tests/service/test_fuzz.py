@@ -21,7 +21,7 @@ from kvplane_service.config import Config
 from tests.service.mutations import mutated
 from tests.service.rig import SPEC, Stream, column, running
 
-EXAMPLES = 300
+EXAMPLES = 150
 BUGS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 PROMPT = list(range(40))
 KEYS = ExtraKeys(lora_name="l", lora_path="p", salt="s", multimodal=[{"identifier": "i", "offset": 1, "length": 20}])

@@ -15,10 +15,12 @@ SEEDS = 60
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "base", [1, pytest.param(21, marks=pytest.mark.nightly), pytest.param(41, marks=pytest.mark.nightly)]
+    "seeds",
+    [range(1, 11), *(pytest.param(range(base, base + 10), marks=pytest.mark.nightly) for base in range(11, SEEDS, 10))],
+    ids=str,
 )
-def test_seeds_break_no_rule(base):
-    totals = campaign(range(base, base + 20))
+def test_seeds_break_no_rule(seeds):
+    totals = campaign(seeds)
     assert not totals.failed, "\n".join(
         f"make sim SEEDS=1 SEED_BASE={one.seed}: {one.findings[0]}" for one in totals.failed
     )

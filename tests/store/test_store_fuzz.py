@@ -248,7 +248,7 @@ def quiet():
     logging.disable(logging.NOTSET)
 
 
-NUM_DAMAGED, NUM_FORGED, NUM_IN_REDIS = 1200, 450, 300
+NUM_DAMAGED, NUM_FORGED, NUM_IN_REDIS = 600, 240, 300
 FORGERS = {"trusted": (b"", None), "sealed": (KEY, None), "with the key": (KEY, Seals([KEY]))}
 
 

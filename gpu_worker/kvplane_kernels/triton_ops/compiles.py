@@ -36,7 +36,7 @@ from kvplane_kernels.triton_ops import attention, delta_rule, moves, selective_s
 from kvplane_kernels.triton_ops.kernels.moves import CHECKED_GATHER, CHECKSUM, COPY, GATHER, SCATTER, ZERO
 from kvplane_kernels.triton_ops.launch import Chip, Launch
 
-PACKAGE = "kvplane_worker."
+PACKAGE = "kvplane_kernels."
 # Queries per row of the batches that are compiled for: none given (one each), few, and many.
 QUERIES = (0, 2, 256)
 # Kernels of an operation. Those in STAGED also have a form for the host link, with few programs.
