@@ -19,6 +19,7 @@ from kvplane_service.core.cache_events import CacheEvents
 from kvplane_service.decisions import packing
 from kvplane_service.decisions.log import Decision, DecisionLog, Life
 from kvplane_service.decisions.packed_log import LogBudget, PackedLog
+from kvplane_service.decisions.sent import step_with
 from kvplane_service.explain.service import explain_request
 from kvplane_service.registry import Registration, Registry
 from kvplane_service.replicas.events import EventLog
@@ -311,7 +312,7 @@ def test_a_reader_sees_a_snapshot_of_the_log():
 def test_a_decision_reads_the_same_while_it_is_packed(monkeypatch):
     monkeypatch.setattr(packing, "_PIECE", 1)
     world = HostWorld(spec=spec_of(num_blocks=99))
-    world.host.steps._pack = None  # as for a decision that a compiled core leaves to Python
+    world.host.steps._reader = world.host.steps._pack = None  # as on a Python core
     engine, log = world.open(), world.host.decisions
     engine.step(new(0, 1))
     while log.pack_oldest():
@@ -374,7 +375,8 @@ def test_decisions_read_the_same_before_and_after_they_are_packed():
         pass
     for before, after in zip(seen, world.host.decisions, strict=True):
         if isinstance(before, Decision) and isinstance(after, Decision):
-            assert (after.step, after.events, after.at_ns) == (before.step, before.events, before.at_ns)
+            given = step_with(before.step, before.step.parts, before.step.traceparent)
+            assert (after.step, after.events, after.at_ns) == (given, before.events, before.at_ns)
             assert [part.orders for part in after.result.parts] == [part.orders for part in before.result.parts]
             made = [(part.hashed_facts, part.hashed_news) for part in before.result.parts]
             assert [(part.hashed_facts, part.hashed_news) for part in after.result.parts] == made

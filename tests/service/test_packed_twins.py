@@ -1,4 +1,4 @@
-"""What a compiled core packs and leaves packed is what Python packs and publishes of the same steps."""
+"""What a compiled core leaves packed of events is what Python publishes of the same steps."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from kvplane.base.step import PartResult, Step, StepResult
 from kvplane_service.core import loader
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.twin import TwinReplica
-from kvplane_service.decisions.log import without_tokens
-from kvplane_service.decisions.packing import pack_decision
 from kvplane_service.replicas.events import Batch, PublicationHold
 from tests.core import page_engine, test_tier_contents
 from tests.core.test_page_contents import CACHED_MIXES, run
@@ -23,15 +21,14 @@ native = pytest.importorskip(
     reason="the core is not compiled: install g++ and install kvplane again",
     exc_type=ImportError,
 )
-AT_NS, TOOK_NS = 1 << 50, 70_000
 
 
 class PackedTwins(TwinReplica):
-    """Twins whose second core is also compared in what it packs, and in what is published of its events."""
+    """Twins whose second core is also compared in what is published of its events."""
 
     def __init__(self, spec) -> None:
         super().__init__(Replica(spec), native.NativeReplica.of)
-        self.packed = self.published = self.read = self.of_tiers = 0
+        self.published = self.read = self.of_tiers = 0
         self._forget()
 
     def _forget(self) -> None:
@@ -45,11 +42,6 @@ class PackedTwins(TwinReplica):
         super()._compare(result, other)
         step = self._steps[-1]
         assert isinstance(self._second, native.NativeReplica)
-        raw = self._second.pack_applied(step, AT_NS, TOOK_NS)
-        if raw is not None:
-            self.packed += 1
-            of_parts = [part.events for part in result.parts]
-            assert raw == finish(pack_decision(without_tokens(step), result, of_parts, AT_NS, TOOK_NS))
         made = [[getattr(part, name) for part in result.parts] for name in ("hashed_facts", "hashed_news")]
         assert made == [[getattr(part, name) for part in other.parts] for name in ("hashed_facts", "hashed_news")]
         self._publish(step, result.parts, other.parts)
@@ -103,18 +95,16 @@ def made():
 
 
 @pytest.mark.parametrize("mix", MIXES_OF_TWINS)
-def test_decisions_and_events_are_packed_and_published_alike(made, mix):
+def test_events_are_published_alike(made, mix):
     for seed in range(2):
         run(mix, seed)
-    assert sum(one.packed for one in made) > 50
     assert sum(one.published for one in made) > 0
 
 
 @pytest.mark.parametrize("mix", ["window and full", "states and full"])
-def test_jobs_and_events_of_tiers_are_packed_and_published_alike(made, mix):
+def test_events_of_tiers_are_published_alike(made, mix):
     for seed in range(4):
         test_tier_contents.run(mix, seed)
-    assert sum(one.packed for one in made) > 50
     assert sum(one.of_tiers for one in made) > 50
 
 

@@ -67,7 +67,7 @@ class ByMessages(NativeReplica):
         assert (read.num_parts, read.num_rows, read.num_tokens) == (len(step.parts), *size_of(step))
         assert read.kinds & ~HAS_KEYS == kinds_of(step)
         assert self.effort_of(read.form) == effort(step, self)
-        sent = SentStep(read, lambda: decoded.parts)
+        sent = SentStep(read, message, lambda _: decoded.parts)
         answer = super()._apply(sent, alone)
         type(self).sent += 1
         return self._recorded(sent, decoded, answered(sent, answer))

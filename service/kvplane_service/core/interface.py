@@ -143,8 +143,8 @@ class Answer(NamedTuple):
     """
 
     message: bytes
-    events: Sequence[Sequence[CacheEvent]]
-    tier_events: Sequence[Sequence[CacheEvent]]
+    events: tuple[Sequence[CacheEvent], ...]
+    tier_events: tuple[Sequence[CacheEvent], ...]
     marks: int
     published_through: int
 

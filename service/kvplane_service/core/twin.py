@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, cast
 
-from kvplane.base.decode_rows import rows_of
 from kvplane.base.errors import KvplaneError
-from kvplane.base.step import CacheEvent, Part, PartResult, Step, StepResult
-from kvplane.base.when_read import made_of
+from kvplane.base.step import CacheEvent, PartResult, Step, StepResult
 from kvplane_service.core.cache_events import CacheEvents
 from kvplane_service.core.loading import load_state
 from kvplane_service.core.recovery import RecoveredState, RecoveryOutcome
@@ -80,9 +78,8 @@ class TwinReplica(_Base):
         if self._second is None or (self._reloads and checks):
             self._second = self._make(self.first)
         self._steps.append(step)
-        again = _again(step)
         result, error = _attempt(self.first, step)
-        other, other_error = _attempt(self._second, again)
+        other, other_error = _attempt(self._second, step)
         if error is None or other_error is None:
             self._require("error", error, other_error)
         else:
@@ -224,15 +221,6 @@ class _TwinTiers:
 
 def _reloaded(replica: Replica) -> Replica:
     return load_state(replica.spec, export_state(replica))
-
-
-def _again(step: Step) -> Step:
-    """Return the step for the second core: rows that are packed are so for both."""
-    rows = [rows_of(part) for part in step.parts]
-    if all(one is None for one in rows):
-        return step
-    parts = [part if one is None else made_of(Part, one) for part, one in zip(step.parts, rows, strict=True)]
-    return replace(step, parts=parts)
 
 
 def _attempt(core: ReplicaCore, step: Step) -> tuple[StepResult | None, KvplaneError | None]:

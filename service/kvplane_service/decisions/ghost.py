@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -21,10 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvplane.base.decode_rows import DecodeRows, rows_of
 from kvplane.base.step import AdmitStatus, End, EventKind, Facts, News, Part, PartResult
 from kvplane_service.core.cache_events import runs_of
-from kvplane_service.core.contents import HashedRows
 from kvplane_service.core.interface import FOLLOWED, GroupView, ReplicaCore
 from kvplane_service.decisions.log import Decision, hashed_part
 from kvplane_service.decisions.sent import SentResult
@@ -103,32 +101,11 @@ class GhostLru:
         if isinstance(entry.result, SentResult) and not entry.result.marks & FOLLOWED:
             return
         for part, result in zip(entry.step.parts, entry.result.parts, strict=True):
-            if (rows := rows_of(part)) is not None:
-                given = vars(result)  # what is missing is empty
-                made = given.get("hashed_facts", ())
-                if rows.hashes or getattr(made, "joined", made) or "preempted" in given:
-                    self._rows(rows, given)
-                continue
             facts, news = part.facts, part.news
             if facts.hashes or facts.end or news.slot or result.hashed_facts or result.preempted or part.admit.slot:
                 self._part(hashed_part(part, result, self._digest_size), result)
             elif result.reset_done:
                 self._stack.clear()
-
-    def _rows(self, rows: DecodeRows, given: Mapping[str, Any]) -> None:
-        """Follow a decode step whose rows are packed: requests get hashes, and some are preempted."""
-        made = given.get("hashed_facts", ())
-        if isinstance(made, HashedRows):
-            counts, joined = made.counts, made.joined
-        else:
-            counts, joined = [len(one) // self._digest_size for one in made], b"".join(made)
-        for column, hashes in ((rows.num_hashes, rows.hashes), (counts, joined)):
-            if hashes:
-                self._late.append((rows.slots, column, hashes))
-        if len(self._late) >= _MOST_LATE or "preempted" in given:
-            self._catch_up()
-        for slot in given.get("preempted", ()):
-            self._use(slot)
 
     def curve(self, replica: ReplicaCore) -> MissCurve | None:
         """Return the hits of pools of the SIZES; None if the replica has no group that keeps whole prefixes, or nothing
@@ -153,6 +130,13 @@ class GhostLru:
         return MissCurve(self._num_tokens, tuple(sizes))
 
     def _part(self, part: Part, result: PartResult) -> None:
+        facts = part.facts
+        if not (facts.end or part.news.slot or part.admit.slot or result.reset_done or result.preempted):
+            if facts.hashes:
+                self._late.append((facts.slot, facts.num_hashes, facts.hashes))
+            if len(self._late) >= _MOST_LATE:
+                self._catch_up()
+            return
         self._catch_up()
         if part.facts.hashes or part.facts.end:
             self._facts(part.facts)

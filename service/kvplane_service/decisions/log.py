@@ -15,9 +15,7 @@ from itertools import accumulate, pairwise
 from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
-from kvplane.base.decode_rows import rows_of
 from kvplane.base.step import CacheEvent, Facts, Part, PartResult, Step, StepResult
-from kvplane.base.when_read import made_of
 from kvplane_service.core.cache_events import runs_of
 from kvplane_service.decisions.packed_log import MAX_WAITING, LogBudget, PackedLog
 from kvplane_service.decisions.packing import pack_decision, pack_events, slowness_of, unpack_decision, unpack_events
@@ -203,15 +201,9 @@ def without_tokens(step: Step) -> Step:
     """Return the step without its token ids; the same object if it has none."""
     if isinstance(step, SentStep):
         return step  # it was applied: its parts are those of the record
-    for part in step.parts:
-        rows = rows_of(part)
-        if rows is not None and len(step.parts) == 1:
-            parts = [made_of(Part, rows.without_tokens())] if rows.num_tokens else step.parts
-            of_step = step.epoch, step.seq, parts, step.part, step.last, step.executed_through, step.traceparent
-            return Step(*of_step) if rows.num_tokens else step
-        if part.facts.tokens or part.news.tokens:
-            return replace(step, parts=[_without_tokens(part) for part in step.parts], rows=None)
-    return step
+    if not any(part.facts.tokens or part.news.tokens for part in step.parts):
+        return step
+    return step_with(step, [_without_tokens(part) for part in step.parts], step.traceparent)
 
 
 def _without_tokens(part: Part) -> Part:

@@ -7,10 +7,17 @@ when they are read: before the step is applied those of the message, later those
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
+from typing import TypeAlias
 
+from kvplane import wire
 from kvplane.base.step import CacheEvent, Part, PartResult, Step, StepResult
+from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.core.interface import BEGINS, RESUMES, SCHEDULES, Answer, ReadStep
 from kvplane_service.decisions.packing import Unpacked, unpack_decision
+
+Reader: TypeAlias = Callable[[bytes], ReadStep | None]  # `read_step` of a core
+OfParts: TypeAlias = tuple[Sequence[CacheEvent], ...]  # events of each part
 
 
 class Record:
@@ -18,9 +25,7 @@ class Record:
 
     __slots__ = ("_events", "_made", "_of_tiers", "packed")
 
-    def __init__(
-        self, packed: bytes, events: Sequence[Sequence[CacheEvent]], of_tiers: Sequence[Sequence[CacheEvent]]
-    ) -> None:
+    def __init__(self, packed: bytes, events: OfParts, of_tiers: OfParts) -> None:
         self.packed, self._events, self._of_tiers = packed, events, of_tiers
         self._made: Unpacked | None = None
 
@@ -42,21 +47,31 @@ class SentStep(Step):
         read: the step as the core read it; None once it was applied.
         num_parts, num_rows, num_tokens, kinds, retains_at, domains: see `ReadStep`.
         with_events: whether its answer has the events of its parts.
+        message: kept until the step is applied.
     """
 
     __slots__ = (
-        "_decode", "_made", "_record", "domains", "kinds", "num_parts", "num_rows", "num_tokens", "read", "retains_at",
+        "_decode",
+        "_made",
+        "_record",
+        "domains",
+        "kinds",
+        "message",
+        "num_parts",
+        "num_rows",
+        "num_tokens",
+        "read",
+        "retains_at",
         "with_events",
     )  # fmt: skip
 
-    def __init__(self, read: ReadStep, decode: Callable[[], list[Part]]) -> None:
-        """`decode` reads the parts from the message, which it keeps."""
+    def __init__(self, read: ReadStep, message: bytes, decode: Callable[[bytes], list[Part]]) -> None:
+        """`decode` reads the parts from the message."""
         self.epoch, self.seq, self.part, self.last = read.epoch, read.seq, read.part, read.last
         self.executed_through, self.traceparent, self.rows = read.executed_through, read.traceparent, None
         self.num_parts, self.num_rows, self.num_tokens = read.num_parts, read.num_rows, read.num_tokens
         self.kinds, self.retains_at, self.domains = read.kinds, read.retains_at, read.domains
-        self.read, self.with_events = read.form, True
-        self._decode: Callable[[], list[Part]] | None = decode
+        self.read, self.with_events, self.message, self._decode = read.form, True, message, decode
         self._made: list[Part] | None = None
         self._record: Record | None = None
 
@@ -66,14 +81,12 @@ class SentStep(Step):
         if self._made is None:
             if self._record is not None:
                 return self._record.read().step.parts
-            assert self._decode is not None
-            self._made = self._decode()
+            self._made = self._decode(self.message)
         return self._made
 
     def applied(self, record: Record) -> None:
         """The step was applied: forgets its message."""
-        self.read = self._decode = self._made = None
-        self._record = record
+        self.read, self.message, self._made, self._record = None, b"", None, record
 
 
 class SentResult(StepResult):
@@ -82,26 +95,52 @@ class SentResult(StepResult):
     Attributes:
         message: of the session.
         events, tier_events, marks: see `Answer`.
+        with_events: whether `parts` have the events.
     """
 
-    __slots__ = ("_record", "events", "marks", "message", "tier_events")
+    __slots__ = ("_record", "events", "marks", "message", "tier_events", "with_events")
 
     def __init__(self, step: Step, answer: Answer) -> None:
         self.seq, self.part, self.published_through = step.seq, step.part, answer.published_through
         self.message, self.marks = answer.message, answer.marks
-        self.events: Sequence[Sequence[CacheEvent]] = answer.events
-        self.tier_events: Sequence[Sequence[CacheEvent]] = answer.tier_events
+        self.events, self.tier_events = answer.events, answer.tier_events
         self._record: Record | None = None
+        self.with_events = True
 
     @property
     def parts(self) -> list[PartResult]:  # type: ignore[override]
-        """The results of the parts, with all events. They are those of the record, which must be there."""
+        """The results of the parts. They are those of the record, which must be there."""
         assert self._record is not None, "the decision is not packed yet"
-        return self._record.read().result.parts
+        parts = self._record.read().result.parts
+        return parts if self.with_events else [drop_events(copy(part)) for part in parts]
 
     def recorded(self, record: Record) -> None:
         """The decision was packed."""
         self._record = record
+
+
+def drop_events(part: PartResult) -> PartResult:
+    """Take the events out of a part's result; returns it."""
+    given = vars(part)  # what is missing is empty
+    given.pop("events", None)
+    given.pop("tier_events", None)
+    return part
+
+
+def sent(step: Step, read: Reader | None, same: SentStep | None = None) -> Step:
+    """Return a step of objects as a core with this reader takes it, by way of its message; for a core without one the
+    same step. `same`: the step as the core has read it already. Raises InvalidArgument for a value that a message
+    cannot have.
+    """
+    if read is None or isinstance(step, SentStep):
+        return step
+    if same is not None:
+        same._made = step.parts
+        return same
+    message = pb.SessionRequest(step=wire.encode_step(step)).SerializeToString()
+    found = read(message)
+    assert found is not None, "a core reads what this version writes"
+    return SentStep(found, message, lambda _: step.parts)
 
 
 def answered(step: Step, answer: StepResult | Answer) -> StepResult:
@@ -122,7 +161,7 @@ def result_with(result: StepResult, parts: list[PartResult]) -> StepResult:
 def kinds_of(step: Step) -> int:
     """Return what a step of objects has, as `ReadStep.kinds` says it; without HAS_KEYS."""
     kinds = 0
-    for part in () if step.rows is not None else step.parts:
+    for part in step.parts:
         kinds |= SCHEDULES if part.run.slot or part.admit.slot else 0
         kinds |= BEGINS if part.news.slot else 0
         kinds |= RESUMES if part.resume is not None else 0

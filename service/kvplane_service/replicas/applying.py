@@ -15,10 +15,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvplane.base.errors import InternalError, KvplaneError
-from kvplane.base.step import UNCHANGED, CacheEvent, Facts, OnRefusal, Part, RowFlag, Step, StepResult
+from kvplane.base.step import UNCHANGED, Facts, OnRefusal, Part, RowFlag, Step, StepResult
 from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.decisions.log import Decision, DecisionLog
-from kvplane_service.decisions.sent import Record, SentResult, SentStep, answered
+from kvplane_service.decisions.sent import OfParts, Reader, Record, SentResult, SentStep, answered, sent
 from kvplane_service.replicas.engine_lives import Clock, Opening
 from kvplane_service.replicas.events import EventLog, PublicationHold
 from kvplane_service.runtime.executors import Busy, Offload
@@ -51,8 +51,9 @@ class Applying:
         self.in_core = False
         self.changes = 0
         self._replica = replica
-        # A compiled core packs its own decisions.
-        self._pack: Callable[[Step, int, int], bytes | None] | None = getattr(replica, "pack_applied", None)
+        # A compiled core reads messages, and packs its own decisions.
+        self._reader: Reader | None = getattr(replica, "read_step", None)
+        self._pack: Callable[[Step, int, int], bytes] | None = getattr(replica, "pack_applied", None)
         self._decisions = decisions
         self._events = events
         self._hold = hold
@@ -90,24 +91,26 @@ class Applying:
         Raises KvplaneError, and changes nothing, if the core refuses the step. Raises what `check` raises, with the
         step applied and nothing published.
         """
+        step = sent(step, self._reader)
         at_ns = self._clock()
-        self.in_core, self.changes = True, self.changes + 1
+        self._enter()
         try:
             result = answered(step, self._replica.apply(step))
-            if check is not None:
-                check(result)
+            return self._publish(step, result, at_ns, check)
         except KvplaneError:
             self.in_core = False
             raise
-        return self._publish(step, result, at_ns)
 
-    def read(self, message: bytes, decode: Callable[[], list[Part]]) -> SentStep | None:
+    def read(self, message: bytes, decode: Callable[[bytes], list[Part]]) -> SentStep | None:
         """Return the step of a session's message, on a core that reads messages; None on another, for a message without
-        a step, and for one that cannot be read so. `decode` returns its parts as objects.
+        a step, and for one that cannot be read so. `decode` returns the parts of a message as objects.
         """
-        reader = getattr(self._replica, "read_step", None)
-        found = None if reader is None else reader(message)
-        return None if found is None else SentStep(found, decode)
+        found = None if self._reader is None else self._reader(message)
+        return None if found is None else SentStep(found, message, decode)
+
+    def sent(self, step: Step, same: SentStep | None = None) -> Step:
+        """Return a step of objects as the core takes it, see `sent`."""
+        return sent(step, self._reader, same)
 
     def effort(self, step: Step) -> int:
         """Estimate what the core takes to apply a step, in nanoseconds. Invalid steps are accepted too."""
@@ -142,16 +145,15 @@ class Applying:
 
         Raises as `apply`, and Busy if too much work waits for the thread.
         """
+        step = sent(step, self._reader)
         at_ns = self._clock()
         self._enter()
         try:
             result = answered(step, await offload(partial(self._replica.apply_concurrently, step)))
-            if check is not None:
-                check(result)
+            return self._publish(step, result, at_ns, check)
         except KvplaneError:
             self.in_core = False
             raise
-        return self._publish(step, result, at_ns)
 
     async def apply_aside(
         self, step: Step, offload: Offload, done: Done[_T], check: Check | None = None, effort_ns: int | None = None
@@ -161,6 +163,7 @@ class Applying:
         Cancelling the caller cancels neither the step nor the call of `done`. `effort_ns`: if it is known. Raises as
         `apply`, and Busy.
         """
+        step = sent(step, self._reader)
         if not self.is_long(step, effort_ns):
             return done(self.apply(step, check))
         return await self.aside(self._apply_aside(step, offload, done, check))
@@ -189,20 +192,22 @@ class Applying:
         if error is not None and not isinstance(error, KvplaneError):  # its caller may have been cancelled
             _log.error("unhandled exception in long work on a replica", exc_info=error)
 
-    def _publish(self, step: Step, result: StepResult, at_ns: int) -> StepResult:
-        self.in_core = False
+    def _publish(self, step: Step, result: StepResult, at_ns: int, check: Check | None) -> StepResult:
         took_ns = self._clock() - at_ns
-        packed = self._pack(step, at_ns, took_ns) if self._pack is not None else None
-        events: tuple[Sequence[CacheEvent], ...]
-        if isinstance(step, SentStep) and isinstance(result, SentResult):
-            assert packed is not None, "a core that reads messages packs all decisions"
-            record = Record(packed, result.events, result.tier_events)
+        packed: bytes | None = None
+        events: OfParts
+        of_tiers: OfParts
+        if self._pack is not None and isinstance(step, SentStep) and isinstance(result, SentResult):
+            packed, events, of_tiers = self._pack(step, at_ns, took_ns), result.events, result.tier_events
+            record = Record(packed, events, of_tiers)
             step.applied(record)
             result.recorded(record)
-            events, of_tiers = tuple(result.events), result.tier_events
         else:  # no empty list is made part of a result
             events = tuple(vars(part).get("events", ()) for part in result.parts)
-            of_tiers = [vars(part).get("tier_events", ()) for part in result.parts]
+            of_tiers = tuple(vars(part).get("tier_events", ()) for part in result.parts)
+        if check is not None:
+            check(result)
+        self.in_core = False
         self._decisions.append(Decision(step, result, events, at_ns, took_ns), packed)
         self._events.publish_step(self._hold, step, events, of_tiers)
         return result

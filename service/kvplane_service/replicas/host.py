@@ -461,14 +461,15 @@ class ReplicaHost(HostState):
         if answer is not None:
             return answer
         _check_retains_nothing(step)
+        rows = check_step(step, self._order, self.replica.executed_through, self._config)
+        requests, on_done = self.mirror.requests, None
+        if requests.may_join(step) and requests.want_step(self._clock):
+            step, asked = requests.merged(step, self._clock())
+            on_done = partial(requests.all_carried_out, asked)
+        step = self.steps.sent(step)
         if isinstance(step, SentStep):
             step.with_events = session.with_events
-        rows = check_step(step, self._order, self.replica.executed_through, self._config)
-        requests = self.mirror.requests
-        if not (requests.may_join(step) and requests.want_step(self._clock)):
-            return Turn(self._order, step, rows, fingerprint, session.with_events)
-        step, asked = requests.merged(step, self._clock())
-        return Turn(self._order, step, rows, fingerprint, session.with_events, partial(requests.all_carried_out, asked))
+        return Turn(self._order, step, rows, fingerprint, session.with_events, on_done)
 
     def _last_step(self) -> Step:
         """Make the step that ends every request, for `close`."""
@@ -487,8 +488,7 @@ def _check_retains_nothing(step: Step) -> None:
     if isinstance(step, SentStep):
         number = step.retains_at
     else:
-        parts = () if step.rows is not None else step.parts
-        retains = (at for at, part in enumerate(parts) if "retain" in vars(part) and part.retain != Retain())
+        retains = (at for at, part in enumerate(step.parts) if "retain" in vars(part) and part.retain != Retain())
         number = next(retains, -1)
     if number >= 0:
         what, remedy = "an engine's step retains nothing itself", "call Retain"

@@ -7,16 +7,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from kvplane.base.decode_rows import rows_of
 from kvplane.base.errors import InvalidArgument, LimitExceeded, SequenceError
 from kvplane.base.session import NEW_EPOCH
 from kvplane.base.step import Cache, End, Facts, Part, Step, StepResult
 from kvplane.base.when_read import given_fields
 from kvplane_service.config import Config
 from kvplane_service.core.interface import RequestColumns
-from kvplane_service.decisions.sent import SentResult, SentStep
+from kvplane_service.decisions.sent import SentResult, SentStep, drop_events, result_with
 
 # Columns with an entry for each row: the section of a part, and the column.
 _COUNTED = (
@@ -132,12 +131,12 @@ class Turn:
     def done(self, result: StepResult) -> StepResult:
         """Record that the step was applied; keeps and returns the answer, without events if the session wants none."""
         if self.on_done is not None:
-            self.on_done(replace(result, parts=[copy(part) for part in result.parts]))  # with the events
-        if not self.with_events and not isinstance(result, SentResult):
+            self.on_done(result_with(result, [copy(part) for part in result.parts]))  # with the events
+        if isinstance(result, SentResult):
+            result.with_events = self.with_events
+        elif not self.with_events:
             for part in result.parts:
-                given = vars(part)  # what is missing is empty
-                given.pop("events", None)
-                given.pop("tier_events", None)
+                drop_events(part)
         self.order.record(self.step, self.rows, self.fingerprint, result)
         return result
 
@@ -197,14 +196,8 @@ def size_of(step: Step) -> tuple[int, int]:
     """
     if isinstance(step, SentStep):
         return step.num_rows, step.num_tokens
-    if (rows := step.rows) is not None:
-        return max(1, len(rows.slots) * (1 + rows.appended)), rows.num_tokens
     num_rows = num_tokens = 0
     for part in step.parts:
-        if (rows := rows_of(part)) is not None:
-            num_rows += max(1, len(rows.slots) * (1 + rows.appended))
-            num_tokens += rows.num_tokens
-            continue
         given = given_fields(part)  # sections that are missing are empty
         columns = (getattr(given[name], column) for name, column in _COUNTED if given.get(name) is not None)
         num_rows += max(1, sum(map(len, columns)))

@@ -345,7 +345,7 @@ def _understand(raw: bytes, host: ReplicaHost, parser: Callable[..., pb.SessionR
     end the stream. Raises InvalidArgument if the message cannot be parsed.
     """
     digest_size = host.scheme.digest.size
-    step = host.steps.read(raw, partial(_parts_of, raw, digest_size))
+    step = host.steps.read(raw, partial(_parts_of, digest_size))
     if step is not None and not step.kinds & HAS_KEYS:  # which the core does not read
         return _Message("step", step, step.seq, step.part, fingerprint(raw), num_bytes=len(raw))
     message = parser(pb.SessionRequest, raw)
@@ -359,15 +359,11 @@ def _understand(raw: bytes, host: ReplicaHost, parser: Callable[..., pb.SessionR
         return _Message(kind)
     decoded: Step | KvplaneError
     try:
-        decoded = wire.decode_step(sent, digest_size)
+        decoded = host.steps.sent(wire.decode_step(sent, digest_size), step)
     except KvplaneError as error:
         decoded = error
-    else:
-        if step is None:  # the same step in other bytes
-            same = pb.SessionRequest(step=wire.encode_step(decoded)).SerializeToString()
-            step = host.steps.read(same, partial(_parts_of, same, digest_size))
-    return _Message(kind, step or decoded, sent.seq, sent.part, fingerprint(raw), num_bytes=len(raw))
+    return _Message(kind, decoded, sent.seq, sent.part, fingerprint(raw), num_bytes=len(raw))
 
 
-def _parts_of(raw: bytes, digest_size: int) -> list[Part]:
+def _parts_of(digest_size: int, raw: bytes) -> list[Part]:
     return wire.decode_step(parse(pb.SessionRequest, raw).step, digest_size).parts

@@ -5,7 +5,6 @@ from typing import Any, Literal, TypeAlias
 from typing_extensions import Buffer
 
 from kvplane.base.declined import Declined
-from kvplane.base.decode_rows import DecodeRows
 from kvplane.base.groups import Medium
 from kvplane.base.prefetch import Prefetched
 from kvplane.base.retain import Retained
@@ -44,7 +43,7 @@ def effort(core: object, read: object, /) -> int: ...
 def pack_with(
     part: Layout, result: Layout, image: Layout, of_result: int, of_events: int, of_image: int, flat: int, /
 ) -> None: ...
-def pack_applied(core: object, step: Step, at_ns: int, took_ns: int, /) -> bytes | None: ...
+def pack_applied(core: object, step: Step, at_ns: int, took_ns: int, /) -> bytes: ...
 def pack_events(head: bytes, shares: Sequence[tuple[object, int, int]], /) -> bytes: ...
 def removals(events: object, /) -> list[int]: ...
 def set_hash_tail(core: object, slot: int, tail: bytes | None, /) -> None: ...
@@ -73,7 +72,6 @@ def answer_with(
     tier_events: type[object],
     declined: type[Declined],
     prefetched: type[Prefetched],
-    rows: type[DecodeRows],
     hashed: type[Sequence[bytes]],
     retained: type[Retained],
     /,

@@ -10,7 +10,7 @@ struct Answers {
     PyObject *step = nullptr, *part = nullptr, *blocks = nullptr, *orders = nullptr, *events = nullptr;
     PyObject *packed_ints = nullptr, *tier_events = nullptr, *declined = nullptr, *event = nullptr;
     PyObject *prefetched = nullptr, *retained = nullptr;
-    PyObject *rows = nullptr, *hashed = nullptr;  // the first one is of steps
+    PyObject* hashed = nullptr;
     PyObject *kinds = nullptr, *reasons = nullptr, *device = nullptr;  // values in events; of the first two by number
 };
 inline Answers answers;

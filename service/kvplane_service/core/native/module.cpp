@@ -224,7 +224,7 @@ PyObject* AnswerWith(PyObject*, PyObject* arguments) {
         PyObject** const types[] = {&answers.step,   &answers.part,        &answers.blocks,      &answers.orders,
                                     &answers.event,  &answers.kinds,       &answers.reasons,     &answers.device,
                                     &answers.events, &answers.packed_ints, &answers.tier_events, &answers.declined,
-                                    &answers.prefetched, &answers.rows, &answers.hashed, &answers.retained};
+                                    &answers.prefetched, &answers.hashed, &answers.retained};
         Py_ssize_t at = 0;
         for (PyObject** type : types) *type = Py_NewRef(At(arguments, at++));
         Py_RETURN_NONE;

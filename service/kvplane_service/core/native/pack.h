@@ -371,46 +371,40 @@ class EventColumns {
     Column starts_;
 };
 
-// About how many bytes a part and its result take, packed; none of a part of Python objects that has extra keys or
-// traces, or is long: Python packs it, a long one in pieces.
-inline std::optional<size_t> BytesToPack(const Part& part, const PartResult& result, bool is_message) {
-    constexpr size_t kMostBytes = 1 << 18, kOthers = 1 << 10;
+// About how many bytes a part and its result take, packed.
+inline size_t BytesToPack(const Part& part, const PartResult& result) {
+    constexpr size_t kOthers = 1 << 10;
     const size_t of_events = result.answered ? 32 * result.answered->hashes.size() : 0;
     const size_t hashes = part.facts.hashes.size + part.news.hashes.size + part.prefetch.hashes.size +
                           part.retain.hashes.size + result.hashed_facts.hashes.size() +
                           result.hashed_news.hashes.size() + of_events;
     const size_t blocks = result.new_blocks.ids.size() + result.tables.ids.size() + result.peek_blocks.ids.size();
     const size_t jobs = result.tiers ? sizeof(uint64_t) * result.tiers->orders.num_values() : 0;
-    const size_t sum = hashes + 4 * blocks + jobs;
-    const bool is_here = !part.news.num_extra_keys && !part.news.num_traceparents && !part.resume && sum <= kMostBytes;
-    if (!is_message && !is_here) return {};
-    return sum + kOthers;
+    return hashes + 4 * blocks + jobs + kOthers;
 }
 
-// pack_applied(core, step, at_ns, took_ns) -> the decision about the step that was applied last, packed; None where
-// Python packs it
+// pack_applied(core, step, at_ns, took_ns) -> the decision about the step that was applied last, which was read from a
+// message, packed
 inline PyObject* PackApplied(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     return Guarded([&]() -> PyObject* {
         Check(count == 4);
         const Core& core = CoreOf(arguments[0]);
         PyObject* const object = arguments[1];
         const Step& step = core.step;
-        if (core.applied != object || !Packer::is_ready) return Py_NewRef(Py_None);
-        Require(Number(ATTRIBUTE(object, "seq").get()) == step.seq, "another step was applied");
+        Require(core.applied == object && core.is_message && Packer::is_ready, "another step was applied");
         std::vector<Frame> parts;
         for (size_t number = 0; number < step.parts.size(); ++number) {
             const PartResult& result = core.results[number];
-            const std::optional<size_t> num_bytes = BytesToPack(step.parts[number], result, core.is_message);
-            if (!num_bytes) return Py_NewRef(Py_None);
-            Frame frame = Packer::Pack(Packer::part, step.parts[number], *num_bytes);
-            frame.AddFrame(Packer::of_result, Packer::Pack(Packer::result, result, *num_bytes));
+            const size_t num_bytes = BytesToPack(step.parts[number], result);
+            Frame frame = Packer::Pack(Packer::part, step.parts[number], num_bytes);
+            frame.AddFrame(Packer::of_result, Packer::Pack(Packer::result, result, num_bytes));
             if (result.answered != nullptr) {
                 EventColumns events;
                 events.Add(*result.answered, kAllEvents);
                 frame.AddFrame(Packer::of_events, events.Packed());
             }
             if (step.parts[number].resume)
-                frame.AddFrame(Packer::of_resume, Packer::Pack(Packer::resume, *step.parts[number].resume, *num_bytes));
+                frame.AddFrame(Packer::of_resume, Packer::Pack(Packer::resume, *step.parts[number].resume, num_bytes));
             parts.push_back(std::move(frame));
         }
         std::string trace;

@@ -100,51 +100,14 @@ void ReadField(const Owned& fields, PyObject* name, T* value, Read&& read) {
 }
 #define FIELD(fields, section, name, read) ReadField(fields, NAME(#name), &(section).name, read)
 
-// Reads the rows of a decode step, which are still the bytes of their message (`kvplane.base.decode_rows`).
-inline void ReadRows(PyObject* object, Part* part) {
-    Facts& facts = part->facts;
-    Run& run = part->run;
-    facts = Facts();
-    for (const auto& column : ColumnsOf(run)) (run.*column.of).clear();
-    run.on_refusal = kPreempt;
-    ReadColumn(ATTRIBUTE(object, "slots").get(), &run.slot);
-    Hashes message;
-    ReadHashes(ATTRIBUTE(object, "message").get(), &message);
-    const auto num_tokens = static_cast<size_t>(Number(ATTRIBUTE(object, "num_tokens").get()));
-    const auto tokens_at = static_cast<size_t>(Number(ATTRIBUTE(object, "tokens_at").get()));
-    const auto num_extra = static_cast<size_t>(Number(ATTRIBUTE(object, "num_extra").get()));
-    Check(tokens_at <= message.size && num_tokens <= (message.size - tokens_at) / 4 && num_extra <= message.size / 4);
-    if (IsTrue(ATTRIBUTE(object, "appended").get())) {
-        facts.slot = run.slot;
-        facts.appended.assign(run.slot.size(), 1);
-        facts.tokens.count = static_cast<Int>(num_tokens);
-        facts.tokens.ids.assign(message.data + tokens_at, message.data + tokens_at + 4 * num_tokens);
-        ReadColumn(ATTRIBUTE(object, "num_hashes").get(), &facts.num_hashes);
-        ReadHashes(ATTRIBUTE(object, "hashes").get(), &facts.hashes);
-    }
-    ReadColumn(ATTRIBUTE(object, "jobs_done").get(), &part->cache.jobs_done);
-    run.extra.resize(num_extra);
-    const uint8_t* const extra = message.data + message.size - 4 * num_extra;
-    for (size_t row = 0; row < num_extra; ++row) {
-        int32_t value = 0;
-        std::memcpy(&value, extra + 4 * row, sizeof value);
-        run.extra[row] = value;
-    }
-}
-
 inline void ReadPart(PyObject* object, Part* part) {
     Owned fields(PyObject_GenericGetDict(object, nullptr));
-    PyObject* packed = PyDict_GetItemWithError(fields.get(), NAME("_packed"));
-    Check(PyErr_Occurred() == nullptr);
-    if (packed != nullptr && reinterpret_cast<PyObject*>(Py_TYPE(packed)) != answers.rows) {
-        ATTRIBUTE(object, "facts");  // makes the fields
-        packed = nullptr;
-    }
+    if (PyDict_GetItemWithError(fields.get(), NAME("_packed")) != nullptr) ATTRIBUTE(object, "facts");  // makes all
     const auto read_flag = [](PyObject* field, bool* flag) { *flag = IsTrue(field); };
-    if (packed == nullptr) FIELD(fields, *part, facts, ReadFacts);
+    FIELD(fields, *part, facts, ReadFacts);
     FIELD(fields, *part, cache, ReadCache);
     FIELD(fields, *part, news, ReadNews);
-    if (packed == nullptr) FIELD(fields, *part, run, ReadRun);
+    FIELD(fields, *part, run, ReadRun);
     FIELD(fields, *part, admit, ReadAdmit);
     FIELD(fields, *part, peek, ReadPeek);
     FIELD(fields, *part, prefetch, ReadPrefetch);
@@ -158,7 +121,6 @@ inline void ReadPart(PyObject* object, Part* part) {
         *flag = field != Py_None;
         if (*flag) ReadResume(field, &part->resume.emplace());
     });
-    if (packed != nullptr) ReadRows(packed, part);
     part->news.extra_keys.clear();  // which a step that was read from a message may have left
     part->news.traceparent.clear();
     part->facts_made.given = part->news_made.given = false;

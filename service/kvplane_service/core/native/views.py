@@ -7,7 +7,6 @@ from dataclasses import fields, replace
 from typing import overload
 
 from kvplane.base.declined import Declined
-from kvplane.base.decode_rows import DecodeRows
 from kvplane.base.groups import GroupKind, GroupSpec, Medium
 from kvplane.base.hashing import PackedHashes
 from kvplane.base.packed_ints import PackedInts
@@ -203,6 +202,6 @@ def tier_events_of(runs: list[tuple[int, object]]) -> list[CacheEvent]:
 # Numbers of kinds and reasons are their places.
 _native.answer_with(
     StepResult, NativePart, Blocks, Orders, CacheEvent, (None, *EventKind), tuple(RemoveReason), Medium.DEVICE,
-    NativeEvents, PackedInts, NativeTierEvents, Declined, Prefetched, DecodeRows, HashedRows,
+    NativeEvents, PackedInts, NativeTierEvents, Declined, Prefetched, HashedRows,
     Retained,
 )  # fmt: skip
