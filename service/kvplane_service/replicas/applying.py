@@ -123,7 +123,7 @@ class Applying:
         return (self.effort(step) if effort_ns is None else effort_ns) > MOST_INLINE_NS
 
     def is_long_look_up(self, num_tokens: int) -> bool:
-        """Whether a look-up of so many tokens on the event loop could delay other replicas."""
+        """Whether a look-up of this number of tokens on the event loop could delay other replicas."""
         spec, replica = self._replica.spec, self._replica
         blocks = sum(num_tokens // group.block_size for group in spec.groups)
         units = _ROW + num_tokens // spec.hash_block_size // _DIGESTS_READ + blocks // _BLOCKS_SEEN
