@@ -27,8 +27,7 @@ FILES: dict[str, Callable[[Sequence[Message]], Iterator[str]]] = {
     "clients/python/kvplane/session/section_rows.py": python.rows,
     "clients/python/kvplane/base/hashing/columns.h": cpp.answers,
     "service/kvplane_service/core/native/sections.h": cpp.structs,
-    "service/kvplane_service/core/native/read_sections.h": cpp.readers,
-    "service/kvplane_service/core/native/wire_sections.h": cpp.wire,
+    "service/kvplane_service/core/native/wire_results.h": cpp.wire,
     "service/kvplane_service/core/native/pack_layouts.h": cpp.layouts,
 }
 

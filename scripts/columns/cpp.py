@@ -20,39 +20,9 @@ STRUCTS_TOP = """
 // default.
 #pragma once
 
-#include "types.h"
+#include "section_fields.h"
 
-namespace kvplane {
-
-// Digests, joined; or other bytes.
-struct Hashes {
-    const uint8_t* data = nullptr;
-    size_t size = 0;
-};
-
-// Token ids.
-struct TokenIds {
-    Int count = 0;
-    bool fit = true;           // each is a u32
-    std::vector<uint8_t> ids;  // u32, if they fit
-};
-
-// A column of a section.
-template <typename Section>
-struct SectionColumn {
-    const char* name;
-    Column Section::*of;
-    bool is_by_row;                 // it has an entry for each row, or none
-    std::optional<Int> otherwise{};  // what each row has in an empty one
-    bool is_wide = false;           // an entry is a u64
-    bool is_bits = false;           // it is the Int of the same bits
-};
-
-// The name of a field that has an entry for each row, or none; and how many it has.
-struct NumEntries {
-    const char* name;
-    size_t count;
-};"""
+namespace kvplane {"""
 
 
 def structs(messages: Sequence[Message]) -> Iterator[str]:
@@ -71,6 +41,8 @@ def structs(messages: Sequence[Message]) -> Iterator[str]:
                     yield f"    {_entry(field, name)},"
             yield "};"
             yield f"constexpr const auto& ColumnsOf(const {name}&) {{ return k{message.name}Columns; }}"
+        if message.name in READ:
+            yield from _each_other(message, name)
         if counted := _counted(message):
             variable = message.name.lower()
             yield f"inline std::array<NumEntries, {len(counted)}> NumEntriesOf(const {name}& {variable}) {{"
@@ -105,15 +77,41 @@ def _is_tokens(field: Field) -> bool:
 
 
 def _entry(field: Field, struct: str) -> str:
-    said = [f'"{field.name}"', f"&{struct}::{field.name}", "true" if field.is_by_row else "false"]
-    said += (
-        ["{}" if field.default is None else _number(field.default)]
-        if field.is_wide or field.default is not None
-        else []
-    )
-    said += ["true"] if field.is_wide else []
-    said += ["true"] if field.option.type == BITS else []
+    default = "{}" if field.default is None else _number(field.default)
+    said = [f'"{field.name}"', f"&{struct}::{field.name}", str(field.number), f"k{TYPES[field.option.type]}"]
+    said += ["true" if field.is_by_row else "false", default]
+    is_bits = field.option.type == BITS
+    highest = str(field.option.highest) if field.option.HasField("highest") else "kAnyValue"
+    said += [highest] if highest != "kAnyValue" or is_bits else []
+    said += [f"&{struct}::{field.name}_fit"] if is_bits else []
     return f"{{{', '.join(said)}}}"
+
+
+TYPES = {U32: "U32", I32: "I32", U64: "U64", BITS: "Bits"}
+
+
+def _each_other(message: Message, name: str) -> Iterator[str]:
+    """Yield a function that visits the fields of a section that are no columns."""
+    others = [field for field in message.fields if field.kind != "column" or _is_tokens(field)]
+    of = message.name.lower()
+    yield "template <typename F>"
+    yield f"void EachOther({name}&{f' {of}' if others else ''}, F&&{' visit' if others else ''}) {{"
+    yield from (f'    visit(OtherField{{"{field.name}", {field.number}}}, {_other(field, of)});' for field in others)
+    yield "}"
+
+
+def _other(field: Field, of: str) -> str:
+    to = f"&{of}.{field.name}"
+    if field.kind == "texts" and field.name not in COUNTED:
+        return f"Texts{{{to}, {to}_fit}}"
+    if field.name in COUNTED:
+        return f"Counted{{{to}, &{of}.{COUNTED[field.name]}, {'true' if field.kind == 'texts' else 'false'}}}"
+    if field.kind == "choice":
+        highest = field.option.highest if field.option.HasField("highest") else field.highest
+        return f"SingleChoice{{{to}, k{field.choice.capitalize()}, {highest}}}"
+    if field.kind == "number":
+        return f"SingleNumber{{{to}, {_number(field.default or 0)}, {field.bits}}}"
+    return to
 
 
 def _members(message: Message) -> Iterator[str]:
@@ -147,134 +145,24 @@ def _number(value: int) -> str:
     return "kUnlimited" if value == UNLIMITED else str(value)
 
 
-READERS_TOP = """
-// Reads the sections of a Python `Step`. `read_step.h` has what reads their fields, and includes this.
-#pragma once
-
-namespace kvplane {"""
-
-
-def readers(messages: Sequence[Message]) -> Iterator[str]:
-    """Yield the lines of the header that reads the sections of a step from Python's types."""
-    yield from READERS_TOP.splitlines()[1:]
-    for message in _named(messages, READ):
-        into = message.name.lower()
-        yield ""
-        yield f"inline void Read{message.name}(PyObject* object, {message.name}* {into}) {{"
-        yield from (f"    {_reader(field, into)}" for field in message.fields)
-        yield "}"
-    yield from ("", "}  // namespace kvplane")
-
-
-def _reader(field: Field, into: str) -> str:
-    read, to = f'ATTRIBUTE(object, "{field.name}").get()', f"{into}->{field.name}"
-    if field.kind == "column" and _is_tokens(field):
-        return f"ReadTokens({read}, &{to});"
-    if field.kind == "column" and field.option.type == BITS:
-        return f"{to}_fit = ReadBits({read}, &{to});"
-    if field.kind == "column":
-        return f"ReadColumn({read}, &{to});"
-    if field.name in COUNTED:
-        return f"{into}->{COUNTED[field.name]} = Count({read});"
-    if field.kind == "texts":
-        return f"{to}_fit = ReadTexts({read}, &{to});"
-    if field.kind == "hashes":
-        return f"ReadHashes({read}, &{to});"
-    return f"{to} = {'IsTrue' if field.kind == 'flag' else 'NumberOfStep'}({read});"
-
-
 WIRE_TOP = """
-// Reads the sections of a step from its message, and writes the message of its answer.
+// Writes the message of an answer.
 #pragma once
 
 #include "wire.h"
 
 namespace kvplane {"""
-COUNTS = {"Facts": "appended", "News": "num_tokens"}  # columns that say how many tokens a row has
 
 
 def wire(messages: Sequence[Message]) -> Iterator[str]:
-    """Yield the lines of the header that reads the sections of a step, and writes those of its result."""
+    """Yield the lines of the header that writes the message of a step's result."""
     yield from WIRE_TOP.splitlines()[1:]
-    for message in _named(messages, READ):
-        yield from ("", *_section_reader(message), "", *_reset(message))
     for message in _named(messages, ("Blocks", "Orders", *RESULTS)):
         yield from ("", *_writer(message))
     yield from ("", "}  // namespace kvplane")
 
 
-def _section_reader(message: Message) -> Iterator[str]:
-    """Yield a function that reads a section; it returns false for what Python refuses, and names."""
-    into = message.name.lower()
-    has_hashes = bool(message.of_kind("hashes"))
-    of_digests = "size_t digest_size" if has_hashes else "size_t"
-    yield f"inline bool ReadSection(Hashes message, {of_digests}, {message.name}* {into}) {{"
-    yield "    Fields fields(message);"
-    yield "    for (Field field; fields.Next(&field);) {"
-    yield "        bool is_read = true;"
-    yield "        switch (field.number) {"
-    for field in sorted(message.fields, key=lambda field: field.number):
-        yield f"            case {field.number}: is_read = {_field_reader(field, into)}; break;"
-    yield "        }"
-    yield "        if (!is_read) return false;"
-    yield "    }"
-    for name, number in COUNTED.items():
-        if name in [field.name for field in message.fields]:
-            yield f"    {into}->{number} = static_cast<Int>({into}->{name}.size());"
-    checks = ["fields.ok"]
-    if rows := [field for field in message.fields if field.is_by_row]:
-        checks.append(f"AreByRow(NumEntriesOf(*{into}), {into}->{rows[0].name}.size())" if by_row(message) else "")
-    if has_hashes:
-        checks.append(f"AddUp({into}->num_hashes, digest_size, {into}->hashes.size)")
-    if message.name in COUNTS:
-        tokens = f"{into}->tokens.count"
-        checks.append(f"({tokens} == 0 || AddUp({into}->{COUNTS[message.name]}, 1, static_cast<uint64_t>({tokens})))")
-    yield "    return " + " &&\n           ".join(filter(None, checks)) + ";"
-    yield "}"
-
-
 STORED = {U32: "uint32_t", I32: "int32_t", U64: "uint64_t", BITS: "uint64_t"}
-
-
-def _field_reader(field: Field, into: str) -> str:
-    to = f"&{into}->{field.name}"
-    if field.kind == "column" and _is_tokens(field):
-        return f"ReadTokens(field, {to})"
-    if field.kind == "column":
-        highest = f", {field.option.highest}" if field.option.HasField("highest") else ""
-        return f"ReadPacked<{STORED[field.option.type]}>(field, {to}{highest})"
-    if field.kind == "hashes":
-        return f"ReadBytes(field, {to})"
-    if field.kind in ("texts", "messages"):
-        return f"Add{'Text' if field.kind == 'texts' else 'Message'}(field, {to})"
-    if field.kind == "flag":
-        return f"ReadFlag(field, {to})"
-    if field.kind == "choice":
-        most = field.option.highest if field.option.HasField("highest") else field.highest
-        return f"ReadChoice(field, {most}, k{field.choice.capitalize()}, {to})"
-    return f"ReadNumber(field, {field.bits}, {to})"
-
-
-def _reset(message: Message) -> Iterator[str]:
-    """Yield a function that empties a section, and keeps the memory of its columns."""
-    into = message.name.lower()
-    yield f"inline void Reset({message.name}* {into}) {{"
-    for field in message.fields:
-        to = f"{into}->{field.name}"
-        if field.kind == "column" and _is_tokens(field):
-            yield f"    {to}.count = 0;"
-            yield f"    {to}.ids.clear();"
-        elif field.kind in ("column", "texts", "messages"):
-            yield f"    {to}.clear();"
-        elif field.kind == "hashes":
-            yield f"    {to} = Hashes();"
-        elif field.kind == "choice":
-            yield f"    {to} = k{field.choice.capitalize()};"
-        else:
-            yield f"    {to} = {'false' if field.kind == 'flag' else _number(field.default or 0)};"
-        if field.name in COUNTED:
-            yield f"    {into}->{COUNTED[field.name]} = 0;"
-    yield "}"
 
 
 OF_TIERS = ("declined", "prefetched", "retained")

@@ -367,8 +367,6 @@ def layouts() -> tuple[Any, ...]:
     return *of_all, _OF_RESULT, _OF_EVENTS, _OF_RESUME, _FLAT
 
 
-when_compiled(lambda compiled: compiled._native.pack_with(*layouts()))
-
 _PACKED_EVENTS = "kind group hashes blocks domain parent block_size slot start end block_starts reason tier".split()
 
 
@@ -489,3 +487,4 @@ def unpack_events(raw: bytes, start: int = 0) -> CacheEvents:
 _EMPTY: dict[str, Any] = {"int": 0, "EventKind": 0, "RemoveReason": 0, "Medium": 0, "str": "", "bytes": b""}
 _EMPTY |= {"Sequence[int]": (), "Sequence[bytes]": ()}
 assert [_EVENT_FIELDS[at][1] for at in (0, -2, -1)] == ["EventKind", "RemoveReason", "Medium"]
+when_compiled(lambda compiled: compiled._native.pack_with(*layouts()))

@@ -85,7 +85,7 @@ void SetColumns(PyObject* object, const Section& from) {
     const auto* name = NamesOf(from).data();
     for (const auto& column : ColumnsOf(from)) {
         const Column& entries = from.*column.of;
-        if (column.is_wide) {
+        if (column.is_wide()) {
             SetColumn<uint64_t>(object, *name, entries);
         } else {
             SetColumn<uint32_t>(object, *name, entries);

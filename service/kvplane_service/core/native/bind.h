@@ -7,7 +7,7 @@
 #include "held_blocks.h"
 #include "open_step.h"
 #include "read_step.h"
-#include "wire_sections.h"
+#include "wire_results.h"
 
 namespace kvplane {
 

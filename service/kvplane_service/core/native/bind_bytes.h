@@ -54,8 +54,8 @@ inline bool ReadPart(Hashes message, size_t digest_size, Part* part) {
             case 5: is_read = read(field, &part->admit); break;
             case 6: is_read = read(field, &part->peek); break;
             case 7: is_read = read(field, &part->budget); break;
-            case 8: is_read = ReadFlag(field, &part->with_tables); break;
-            case 9: is_read = ReadFlag(field, &part->with_hashes); break;
+            case 8: is_read = ReadValue(field, &part->with_tables); break;
+            case 9: is_read = ReadValue(field, &part->with_hashes); break;
             case 10: is_read = read(field, &part->resume.emplace()); break;
             case 11: is_read = read(field, &part->prefetch); break;
             case 12: is_read = read(field, &part->retain); break;
@@ -73,7 +73,7 @@ inline bool ReadStep(Hashes message, size_t digest_size, SentStep* sent) {
     Int epoch = 0;
     const auto read = [](const Field& field, Int* number, uint64_t* whole) {
         *whole = field.value;
-        return ReadNumber(field, 64, number);
+        return ReadValue(field, SingleNumber{number, 0, 64});
     };
     step.seq = step.part = step.executed_through = 0;
     sent->epoch = sent->seq = sent->executed_through = 0;
@@ -83,14 +83,14 @@ inline bool ReadStep(Hashes message, size_t digest_size, SentStep* sent) {
         switch (field.number) {
             case 1: is_read = read(field, &epoch, &sent->epoch); break;
             case 2: is_read = read(field, &step.seq, &sent->seq); break;
-            case 3: is_read = ReadNumber(field, 32, &step.part); break;
-            case 4: is_read = ReadFlag(field, &more); break;
+            case 3: is_read = ReadValue(field, SingleNumber{&step.part, 0, 32}); break;
+            case 4: is_read = ReadValue(field, &more); break;
             case 5: is_read = read(field, &step.executed_through, &sent->executed_through); break;
             case 6:
                 if (num_parts == step.parts.size()) step.parts.emplace_back();
                 is_read = field.kind == kLength && ReadPart(field.bytes, digest_size, &step.parts[num_parts++]);
                 break;
-            case 7: is_read = ReadBytes(field, &sent->traceparent) && IsUtf8(field.bytes); break;
+            case 7: is_read = ReadValue(field, &sent->traceparent) && IsUtf8(field.bytes); break;
         }
         if (!is_read) return false;
     }

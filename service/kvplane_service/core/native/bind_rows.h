@@ -65,7 +65,8 @@ PyObject* ColumnsToPy(const Section& section) {
     for (const auto& column : ColumnsOf(section)) {
         const Column& entries = section.*column.of;
         if (std::all_of(entries.begin(), entries.end(), [&](Int one) { return one == column.otherwise; })) continue;
-        const Owned made(column.is_bits ? ToPy(std::vector<uint64_t>(entries.begin(), entries.end())) : ToPy(entries));
+        const auto bits = [&] { return ToPy(std::vector<uint64_t>(entries.begin(), entries.end())); };
+        const Owned made(column.is_bits() ? bits() : ToPy(entries));
         if (PyDict_SetItemString(columns.get(), column.name, made.get()) != 0) throw Raised();
     }
     return columns.Release();
@@ -180,7 +181,7 @@ inline PyObject* UpdateRow(PyObject*, PyObject* arguments) {
 inline PyObject* CacheRow(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
         Part part;
-        ReadCache(At(arguments, 1), &part.cache);
+        ReadSection(At(arguments, 1), &part.cache);
         return ChangeRows(At(arguments, 0), [&](OpenStep& rows) -> PyObject* {
             Column preempted;
             if (!rows.ChangeCache(part, &preempted)) return nullptr;
@@ -193,7 +194,7 @@ inline PyObject* CacheRow(PyObject*, PyObject* arguments) {
 inline PyObject* AddRow(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
         Part part;
-        ReadNews(At(arguments, 1), &part.news);
+        ReadSection(At(arguments, 1), &part.news);
         Check(part.news.slot.size() == 1);
         return ChangeRows(At(arguments, 0),
                           [&](OpenStep& rows) { return rows.Add(part) ? ToPy(rows.number_of_part()) : nullptr; });
@@ -215,7 +216,7 @@ inline PyObject* AdmitOneRow(PyObject*, PyObject* arguments) {
         Py_ssize_t at = 0;
         for (const auto& column : ColumnsOf(part.admit)) {
             PyObject* const entry = At(terms, at++);
-            (part.admit.*column.of) = {column.is_bits ? static_cast<Int>(Bits(entry)) : Number(entry)};
+            (part.admit.*column.of) = {column.is_bits() ? static_cast<Int>(Bits(entry)) : Number(entry)};
         }
         part.admit.slot = {Number(At(arguments, 1))};
         part.admit.expected_hit = {Number(At(arguments, 2))};

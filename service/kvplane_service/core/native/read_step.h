@@ -2,6 +2,7 @@
 #pragma once
 
 #include "answers.h"
+#include "wire.h"
 
 namespace kvplane {
 
@@ -80,11 +81,34 @@ inline Int NumberOfStep(PyObject* object) {
     return std::numeric_limits<Int>::min();
 }
 
-}  // namespace kvplane
+inline void ReadValue(PyObject* object, Hashes* hashes) { ReadHashes(object, hashes); }
+inline void ReadValue(PyObject* object, TokenIds* tokens) { ReadTokens(object, tokens); }
+inline void ReadValue(PyObject* object, bool* flag) { *flag = IsTrue(object); }
+inline void ReadValue(PyObject* object, SingleNumber number) { *number.value = NumberOfStep(object); }
+inline void ReadValue(PyObject* object, SingleChoice choice) { *choice.value = NumberOfStep(object); }
+inline void ReadValue(PyObject* object, Texts texts) { *texts.fit = ReadTexts(object, texts.entries); }
+inline void ReadValue(PyObject* object, Counted list) {
+    list.entries->clear();  // which a step that was read from a message may have left
+    *list.count = Count(object);
+}
 
-#include "read_sections.h"
-
-namespace kvplane {
+template <typename Section>
+void ReadSection(PyObject* object, Section* section) {
+    if constexpr (HasColumns<Section>) {
+        const auto* name = NamesOf(*section).data();
+        for (const auto& column : ColumnsOf(*section)) {
+            const Owned entries(PyObject_GetAttr(object, *name++));
+            if (column.is_bits()) {
+                section->*column.fit = ReadBits(entries.get(), &(section->*column.of));
+            } else {
+                ReadColumn(entries.get(), &(section->*column.of));
+            }
+        }
+    }
+    EachOther(*section, [&](const OtherField& other, auto value) {
+        ReadValue(Owned(PyObject_GetAttrString(object, other.name)).get(), value);
+    });
+}
 
 // Reads a field of a part. One that the part lacks has its default (`kvplane.base.when_read`), and is not made.
 template <typename T, typename Read>
@@ -103,26 +127,25 @@ void ReadField(const Owned& fields, PyObject* name, T* value, Read&& read) {
 inline void ReadPart(PyObject* object, Part* part) {
     Owned fields(PyObject_GenericGetDict(object, nullptr));
     if (PyDict_GetItemWithError(fields.get(), NAME("_packed")) != nullptr) ATTRIBUTE(object, "facts");  // makes all
+    const auto read_section = [](PyObject* field, auto* section) { ReadSection(field, section); };
     const auto read_flag = [](PyObject* field, bool* flag) { *flag = IsTrue(field); };
-    FIELD(fields, *part, facts, ReadFacts);
-    FIELD(fields, *part, cache, ReadCache);
-    FIELD(fields, *part, news, ReadNews);
-    FIELD(fields, *part, run, ReadRun);
-    FIELD(fields, *part, admit, ReadAdmit);
-    FIELD(fields, *part, peek, ReadPeek);
-    FIELD(fields, *part, prefetch, ReadPrefetch);
-    FIELD(fields, *part, retain, ReadRetain);
-    FIELD(fields, *part, budget, ReadBudget);
+    FIELD(fields, *part, facts, read_section);
+    FIELD(fields, *part, cache, read_section);
+    FIELD(fields, *part, news, read_section);
+    FIELD(fields, *part, run, read_section);
+    FIELD(fields, *part, admit, read_section);
+    FIELD(fields, *part, peek, read_section);
+    FIELD(fields, *part, prefetch, read_section);
+    FIELD(fields, *part, retain, read_section);
+    FIELD(fields, *part, budget, read_section);
     FIELD(fields, *part, with_hashes, read_flag);
     FIELD(fields, *part, with_tables, read_flag);
     part->resume.reset();
     bool resumes = false;
     ReadField(fields, NAME("resume"), &resumes, [&](PyObject* field, bool* flag) {
         *flag = field != Py_None;
-        if (*flag) ReadResume(field, &part->resume.emplace());
+        if (*flag) ReadSection(field, &part->resume.emplace());
     });
-    part->news.extra_keys.clear();  // which a step that was read from a message may have left
-    part->news.traceparent.clear();
     part->facts_made.given = part->news_made.given = false;
 }
 

@@ -3,39 +3,9 @@
 // default.
 #pragma once
 
-#include "types.h"
+#include "section_fields.h"
 
 namespace kvplane {
-
-// Digests, joined; or other bytes.
-struct Hashes {
-    const uint8_t* data = nullptr;
-    size_t size = 0;
-};
-
-// Token ids.
-struct TokenIds {
-    Int count = 0;
-    bool fit = true;           // each is a u32
-    std::vector<uint8_t> ids;  // u32, if they fit
-};
-
-// A column of a section.
-template <typename Section>
-struct SectionColumn {
-    const char* name;
-    Column Section::*of;
-    bool is_by_row;                 // it has an entry for each row, or none
-    std::optional<Int> otherwise{};  // what each row has in an empty one
-    bool is_wide = false;           // an entry is a u64
-    bool is_bits = false;           // it is the Int of the same bits
-};
-
-// The name of a field that has an entry for each row, or none; and how many it has.
-struct NumEntries {
-    const char* name;
-    size_t count;
-};
 
 struct FactsFields {
     Column slot;  // u32
@@ -51,17 +21,22 @@ struct FactsFields {
     Column hint;  // i32, default -1
 };
 inline constexpr SectionColumn<FactsFields> kFactsColumns[] = {
-    {"slot", &FactsFields::slot, true},
-    {"computed", &FactsFields::computed, true, -1},
-    {"appended", &FactsFields::appended, true, 0},
-    {"num_hashes", &FactsFields::num_hashes, true, 0},
-    {"commit", &FactsFields::commit, true, -1},
-    {"end", &FactsFields::end, true, 0},
-    {"fence", &FactsFields::fence, true, 0, true},
-    {"release_skipped", &FactsFields::release_skipped, true, -1},
-    {"hint", &FactsFields::hint, true, -1},
+    {"slot", &FactsFields::slot, 1, kU32, true, {}},
+    {"computed", &FactsFields::computed, 2, kI32, true, -1},
+    {"appended", &FactsFields::appended, 3, kU32, true, 0},
+    {"num_hashes", &FactsFields::num_hashes, 5, kU32, true, 0},
+    {"commit", &FactsFields::commit, 7, kI32, true, -1},
+    {"end", &FactsFields::end, 8, kU32, true, 0, 3},
+    {"fence", &FactsFields::fence, 9, kU64, true, 0},
+    {"release_skipped", &FactsFields::release_skipped, 10, kI32, true, -1},
+    {"hint", &FactsFields::hint, 12, kI32, true, -1},
 };
 constexpr const auto& ColumnsOf(const FactsFields&) { return kFactsColumns; }
+template <typename F>
+void EachOther(FactsFields& facts, F&& visit) {
+    visit(OtherField{"tokens", 4}, &facts.tokens);
+    visit(OtherField{"hashes", 6}, &facts.hashes);
+}
 inline std::array<NumEntries, 8> NumEntriesOf(const FactsFields& facts) {
     return {{
         {"facts.computed", facts.computed.size()},
@@ -89,16 +64,22 @@ struct CacheFields {
     Int hits_checked = 0;
 };
 inline constexpr SectionColumn<CacheFields> kCacheColumns[] = {
-    {"failed_steps", &CacheFields::failed_steps, false, {}, true},
-    {"evicted", &CacheFields::evicted, false},
-    {"released", &CacheFields::released, false},
-    {"loads_over", &CacheFields::loads_over, false},
-    {"jobs_done", &CacheFields::jobs_done, false, {}, true},
-    {"jobs_failed", &CacheFields::jobs_failed, false, {}, true},
-    {"costs_ns", &CacheFields::costs_ns, false, {}, true},
-    {"mismatched", &CacheFields::mismatched, false},
+    {"failed_steps", &CacheFields::failed_steps, 1, kU64, false, {}},
+    {"evicted", &CacheFields::evicted, 2, kU32, false, {}},
+    {"released", &CacheFields::released, 3, kU32, false, {}},
+    {"loads_over", &CacheFields::loads_over, 5, kU32, false, {}},
+    {"jobs_done", &CacheFields::jobs_done, 7, kU64, false, {}},
+    {"jobs_failed", &CacheFields::jobs_failed, 8, kU64, false, {}},
+    {"costs_ns", &CacheFields::costs_ns, 10, kU64, false, {}},
+    {"mismatched", &CacheFields::mismatched, 11, kU32, false, {}},
 };
 constexpr const auto& ColumnsOf(const CacheFields&) { return kCacheColumns; }
+template <typename F>
+void EachOther(CacheFields& cache, F&& visit) {
+    visit(OtherField{"reset", 4}, &cache.reset);
+    visit(OtherField{"jobs_before", 9}, SingleNumber{&cache.jobs_before, 0, 64});
+    visit(OtherField{"hits_checked", 12}, SingleNumber{&cache.hits_checked, 0, 32});
+}
 
 struct News {
     Column slot;  // u32
@@ -119,14 +100,23 @@ struct News {
     Column hint;  // u32, default 0
 };
 inline constexpr SectionColumn<News> kNewsColumns[] = {
-    {"slot", &News::slot, true},
-    {"num_tokens", &News::num_tokens, true},
-    {"num_hashes", &News::num_hashes, true, 0},
-    {"skip_reading", &News::skip_reading, true, 0},
-    {"max_tokens", &News::max_tokens, true, 0},
-    {"hint", &News::hint, true, 0},
+    {"slot", &News::slot, 1, kU32, true, {}},
+    {"num_tokens", &News::num_tokens, 2, kU32, true, {}},
+    {"num_hashes", &News::num_hashes, 4, kU32, true, 0},
+    {"skip_reading", &News::skip_reading, 9, kU32, true, 0, 1},
+    {"max_tokens", &News::max_tokens, 10, kU32, true, 0},
+    {"hint", &News::hint, 12, kU32, true, 0},
 };
 constexpr const auto& ColumnsOf(const News&) { return kNewsColumns; }
+template <typename F>
+void EachOther(News& news, F&& visit) {
+    visit(OtherField{"tokens", 3}, &news.tokens);
+    visit(OtherField{"hashes", 5}, &news.hashes);
+    visit(OtherField{"request_id", 6}, Texts{&news.request_id, &news.request_id_fit});
+    visit(OtherField{"domain", 7}, Texts{&news.domain, &news.domain_fit});
+    visit(OtherField{"extra_keys", 8}, Counted{&news.extra_keys, &news.num_extra_keys, false});
+    visit(OtherField{"traceparent", 11}, Counted{&news.traceparent, &news.num_traceparents, true});
+}
 inline std::array<NumEntries, 9> NumEntriesOf(const News& news) {
     return {{
         {"news.num_tokens", news.num_tokens.size()},
@@ -153,16 +143,20 @@ struct Run {
     Column reserved;  // u32, default 0
 };
 inline constexpr SectionColumn<Run> kRunColumns[] = {
-    {"slot", &Run::slot, true},
-    {"extra", &Run::extra, true, 0},
-    {"cap", &Run::cap, true, kUnlimited},
-    {"lookahead", &Run::lookahead, true, 0},
-    {"in_flight", &Run::in_flight, true, -1},
-    {"flags", &Run::flags, true, 0},
-    {"victims", &Run::victims, false},
-    {"reserved", &Run::reserved, true, 0},
+    {"slot", &Run::slot, 1, kU32, true, {}},
+    {"extra", &Run::extra, 2, kI32, true, 0},
+    {"cap", &Run::cap, 3, kU32, true, kUnlimited},
+    {"lookahead", &Run::lookahead, 4, kU32, true, 0},
+    {"in_flight", &Run::in_flight, 5, kI32, true, -1},
+    {"flags", &Run::flags, 6, kU32, true, 0},
+    {"victims", &Run::victims, 7, kU32, false, {}},
+    {"reserved", &Run::reserved, 9, kU32, true, 0},
 };
 constexpr const auto& ColumnsOf(const Run&) { return kRunColumns; }
+template <typename F>
+void EachOther(Run& run, F&& visit) {
+    visit(OtherField{"on_refusal", 8}, SingleChoice{&run.on_refusal, kPreempt, 3});
+}
 inline std::array<NumEntries, 6> NumEntriesOf(const Run& run) {
     return {{
         {"run.extra", run.extra.size()},
@@ -195,22 +189,28 @@ struct Admit {
     Column single_group_hit;  // u32, default 4294967295
 };
 inline constexpr SectionColumn<Admit> kAdmitColumns[] = {
-    {"slot", &Admit::slot, true},
-    {"extra", &Admit::extra, true, 0},
-    {"cap", &Admit::cap, true, kUnlimited},
-    {"lookahead", &Admit::lookahead, true, 0},
-    {"external", &Admit::external, true, 0},
-    {"expected_hit", &Admit::expected_hit, true, -1},
-    {"encoder_tokens", &Admit::encoder_tokens, true, 0},
-    {"reserved", &Admit::reserved, true, 0},
-    {"watermark", &Admit::watermark, true, 0},
-    {"flags", &Admit::flags, true, 0},
-    {"hit_limit", &Admit::hit_limit, true, kUnlimited},
-    {"min_new", &Admit::min_new, true, 1},
-    {"skip_zero_groups", &Admit::skip_zero_groups, true, -1, true, true},
-    {"single_group_hit", &Admit::single_group_hit, true, kUnlimited},
+    {"slot", &Admit::slot, 1, kU32, true, {}},
+    {"extra", &Admit::extra, 2, kI32, true, 0},
+    {"cap", &Admit::cap, 3, kU32, true, kUnlimited},
+    {"lookahead", &Admit::lookahead, 4, kU32, true, 0},
+    {"external", &Admit::external, 5, kU32, true, 0},
+    {"expected_hit", &Admit::expected_hit, 6, kI32, true, -1},
+    {"encoder_tokens", &Admit::encoder_tokens, 7, kU32, true, 0},
+    {"reserved", &Admit::reserved, 8, kU32, true, 0},
+    {"watermark", &Admit::watermark, 9, kU32, true, 0, 2},
+    {"flags", &Admit::flags, 10, kU32, true, 0},
+    {"hit_limit", &Admit::hit_limit, 14, kU32, true, kUnlimited},
+    {"min_new", &Admit::min_new, 15, kU32, true, 1},
+    {"skip_zero_groups", &Admit::skip_zero_groups, 16, kBits, true, -1, kAnyValue, &Admit::skip_zero_groups_fit},
+    {"single_group_hit", &Admit::single_group_hit, 17, kU32, true, kUnlimited},
 };
 constexpr const auto& ColumnsOf(const Admit&) { return kAdmitColumns; }
+template <typename F>
+void EachOther(Admit& admit, F&& visit) {
+    visit(OtherField{"max_running", 11}, SingleNumber{&admit.max_running, kUnlimited, 32});
+    visit(OtherField{"on_refusal", 12}, SingleChoice{&admit.on_refusal, kStop, 2});
+    visit(OtherField{"only_if_no_preemption", 13}, &admit.only_if_no_preemption);
+}
 inline std::array<NumEntries, 13> NumEntriesOf(const Admit& admit) {
     return {{
         {"admit.extra", admit.extra.size()},
@@ -235,10 +235,14 @@ struct Peek {
     Column limit;  // u32, default 4294967295
 };
 inline constexpr SectionColumn<Peek> kPeekColumns[] = {
-    {"slot", &Peek::slot, true},
-    {"limit", &Peek::limit, true, kUnlimited},
+    {"slot", &Peek::slot, 1, kU32, true, {}},
+    {"limit", &Peek::limit, 3, kU32, true, kUnlimited},
 };
 constexpr const auto& ColumnsOf(const Peek&) { return kPeekColumns; }
+template <typename F>
+void EachOther(Peek& peek, F&& visit) {
+    visit(OtherField{"with_blocks", 2}, &peek.with_blocks);
+}
 inline std::array<NumEntries, 1> NumEntriesOf(const Peek& peek) {
     return {{
         {"peek.limit", peek.limit.size()},
@@ -254,11 +258,16 @@ struct Prefetch {
     Column within_ns;  // u64, default 0
 };
 inline constexpr SectionColumn<Prefetch> kPrefetchColumns[] = {
-    {"slot", &Prefetch::slot, true},
-    {"num_hashes", &Prefetch::num_hashes, true, 0},
-    {"within_ns", &Prefetch::within_ns, true, 0, true},
+    {"slot", &Prefetch::slot, 1, kU32, true, {}},
+    {"num_hashes", &Prefetch::num_hashes, 2, kU32, true, 0},
+    {"within_ns", &Prefetch::within_ns, 5, kU64, true, 0},
 };
 constexpr const auto& ColumnsOf(const Prefetch&) { return kPrefetchColumns; }
+template <typename F>
+void EachOther(Prefetch& prefetch, F&& visit) {
+    visit(OtherField{"hashes", 3}, &prefetch.hashes);
+    visit(OtherField{"domain", 4}, Texts{&prefetch.domain, &prefetch.domain_fit});
+}
 inline std::array<NumEntries, 3> NumEntriesOf(const Prefetch& prefetch) {
     return {{
         {"prefetch.num_hashes", prefetch.num_hashes.size()},
@@ -280,13 +289,19 @@ struct RetainFields {
     Column now_ns;  // u64, any number
 };
 inline constexpr SectionColumn<RetainFields> kRetainColumns[] = {
-    {"num_hashes", &RetainFields::num_hashes, true},
-    {"priority", &RetainFields::priority, true, 0},
-    {"until_ns", &RetainFields::until_ns, true, {}, true},
-    {"percent", &RetainFields::percent, true, 0},
-    {"now_ns", &RetainFields::now_ns, false, {}, true},
+    {"num_hashes", &RetainFields::num_hashes, 1, kU32, true, {}},
+    {"priority", &RetainFields::priority, 5, kU32, true, 0},
+    {"until_ns", &RetainFields::until_ns, 6, kU64, true, {}},
+    {"percent", &RetainFields::percent, 7, kU32, true, 0},
+    {"now_ns", &RetainFields::now_ns, 8, kU64, false, {}},
 };
 constexpr const auto& ColumnsOf(const RetainFields&) { return kRetainColumns; }
+template <typename F>
+void EachOther(RetainFields& retain, F&& visit) {
+    visit(OtherField{"hashes", 2}, &retain.hashes);
+    visit(OtherField{"domain", 3}, Texts{&retain.domain, &retain.domain_fit});
+    visit(OtherField{"owner", 4}, Texts{&retain.owner, &retain.owner_fit});
+}
 inline std::array<NumEntries, 5> NumEntriesOf(const RetainFields& retain) {
     return {{
         {"retain.domain", retain.domain.size()},
@@ -302,6 +317,12 @@ struct Budget {
     Int input = kUnlimited;
     Int overhead = 0;
 };
+template <typename F>
+void EachOther(Budget& budget, F&& visit) {
+    visit(OtherField{"tokens", 1}, SingleNumber{&budget.tokens, kUnlimited, 32});
+    visit(OtherField{"input", 2}, SingleNumber{&budget.input, kUnlimited, 32});
+    visit(OtherField{"overhead", 3}, SingleNumber{&budget.overhead, 0, 32});
+}
 
 struct Resume {
     Column slot;  // u32
@@ -319,21 +340,24 @@ struct Resume {
     Column held_loading;  // u32, default 0, any number
 };
 inline constexpr SectionColumn<Resume> kResumeColumns[] = {
-    {"slot", &Resume::slot, true},
-    {"computed", &Resume::computed, true},
-    {"launch_end", &Resume::launch_end, true},
-    {"num_prompt", &Resume::num_prompt, true},
-    {"single_group_hit", &Resume::single_group_hit, true, 0},
-    {"loading", &Resume::loading, true, 0},
-    {"num_cached_blocks", &Resume::num_cached_blocks, false},
-    {"num_blocks", &Resume::num_blocks, false},
-    {"blocks", &Resume::blocks, false},
-    {"held_slot", &Resume::held_slot, false},
-    {"held_count", &Resume::held_count, false},
-    {"held_blocks", &Resume::held_blocks, false},
-    {"held_loading", &Resume::held_loading, false, 0},
+    {"slot", &Resume::slot, 1, kU32, true, {}},
+    {"computed", &Resume::computed, 2, kU32, true, {}},
+    {"launch_end", &Resume::launch_end, 3, kU32, true, {}},
+    {"num_prompt", &Resume::num_prompt, 4, kU32, true, {}},
+    {"single_group_hit", &Resume::single_group_hit, 5, kU32, true, 0},
+    {"loading", &Resume::loading, 6, kU32, true, 0, 2},
+    {"num_cached_blocks", &Resume::num_cached_blocks, 12, kU32, false, {}},
+    {"num_blocks", &Resume::num_blocks, 7, kU32, false, {}},
+    {"blocks", &Resume::blocks, 8, kU32, false, {}},
+    {"held_slot", &Resume::held_slot, 9, kU32, false, {}},
+    {"held_count", &Resume::held_count, 10, kU32, false, {}},
+    {"held_blocks", &Resume::held_blocks, 11, kU32, false, {}},
+    {"held_loading", &Resume::held_loading, 13, kU32, false, 0, 1},
 };
 constexpr const auto& ColumnsOf(const Resume&) { return kResumeColumns; }
+template <typename F>
+void EachOther(Resume&, F&&) {
+}
 inline std::array<NumEntries, 5> NumEntriesOf(const Resume& resume) {
     return {{
         {"resume.computed", resume.computed.size()},
@@ -353,12 +377,12 @@ struct Declined {
     Column compute_ns;  // u64
 };
 inline constexpr SectionColumn<Declined> kDeclinedColumns[] = {
-    {"row", &Declined::row, true},
-    {"why", &Declined::why, true},
-    {"tier", &Declined::tier, true},
-    {"hit", &Declined::hit, true},
-    {"load_ns", &Declined::load_ns, true, {}, true},
-    {"compute_ns", &Declined::compute_ns, true, {}, true},
+    {"row", &Declined::row, 1, kU32, true, {}},
+    {"why", &Declined::why, 2, kU32, true, {}},
+    {"tier", &Declined::tier, 3, kU32, true, {}},
+    {"hit", &Declined::hit, 4, kU32, true, {}},
+    {"load_ns", &Declined::load_ns, 5, kU64, true, {}},
+    {"compute_ns", &Declined::compute_ns, 6, kU64, true, {}},
 };
 constexpr const auto& ColumnsOf(const Declined&) { return kDeclinedColumns; }
 
@@ -368,9 +392,9 @@ struct Prefetched {
     Column outcome;  // u32
 };
 inline constexpr SectionColumn<Prefetched> kPrefetchedColumns[] = {
-    {"hit", &Prefetched::hit, true},
-    {"blocks", &Prefetched::blocks, true},
-    {"outcome", &Prefetched::outcome, true},
+    {"hit", &Prefetched::hit, 1, kU32, true, {}},
+    {"blocks", &Prefetched::blocks, 2, kU32, true, {}},
+    {"outcome", &Prefetched::outcome, 3, kU32, true, {}},
 };
 constexpr const auto& ColumnsOf(const Prefetched&) { return kPrefetchedColumns; }
 
@@ -382,11 +406,11 @@ struct Retained {
     Column next_end_ns;  // u64, any number
 };
 inline constexpr SectionColumn<Retained> kRetainedColumns[] = {
-    {"hit", &Retained::hit, true},
-    {"blocks", &Retained::blocks, true},
-    {"left", &Retained::left, true},
-    {"outcome", &Retained::outcome, true},
-    {"next_end_ns", &Retained::next_end_ns, false, {}, true},
+    {"hit", &Retained::hit, 1, kU32, true, {}},
+    {"blocks", &Retained::blocks, 2, kU32, true, {}},
+    {"left", &Retained::left, 3, kU32, true, {}},
+    {"outcome", &Retained::outcome, 4, kU32, true, {}},
+    {"next_end_ns", &Retained::next_end_ns, 5, kU64, false, {}},
 };
 constexpr const auto& ColumnsOf(const Retained&) { return kRetainedColumns; }
 
@@ -405,18 +429,18 @@ struct PartResultFields {
     Column admit_tier_tokens;  // u32, default 0
 };
 inline constexpr SectionColumn<PartResultFields> kPartResultColumns[] = {
-    {"granted", &PartResultFields::granted, false},
-    {"preempted", &PartResultFields::preempted, false},
-    {"admit_status", &PartResultFields::admit_status, true},
-    {"admit_hit", &PartResultFields::admit_hit, true},
-    {"admit_granted", &PartResultFields::admit_granted, true},
-    {"admit_single_group_hit", &PartResultFields::admit_single_group_hit, true},
-    {"admit_load_after", &PartResultFields::admit_load_after, true, 0, true},
-    {"peek_hit", &PartResultFields::peek_hit, false},
-    {"peek_single_group_hit", &PartResultFields::peek_single_group_hit, false},
-    {"num_hashes", &PartResultFields::num_hashes, false},
-    {"admit_job", &PartResultFields::admit_job, true, 0, true},
-    {"admit_tier_tokens", &PartResultFields::admit_tier_tokens, true, 0},
+    {"granted", &PartResultFields::granted, 1, kU32, false, {}},
+    {"preempted", &PartResultFields::preempted, 2, kU32, false, {}},
+    {"admit_status", &PartResultFields::admit_status, 3, kU32, true, {}, 7},
+    {"admit_hit", &PartResultFields::admit_hit, 4, kU32, true, {}},
+    {"admit_granted", &PartResultFields::admit_granted, 5, kU32, true, {}},
+    {"admit_single_group_hit", &PartResultFields::admit_single_group_hit, 6, kU32, true, {}},
+    {"admit_load_after", &PartResultFields::admit_load_after, 18, kU64, true, 0},
+    {"peek_hit", &PartResultFields::peek_hit, 9, kU32, false, {}},
+    {"peek_single_group_hit", &PartResultFields::peek_single_group_hit, 10, kU32, false, {}},
+    {"num_hashes", &PartResultFields::num_hashes, 12, kU32, false, {}},
+    {"admit_job", &PartResultFields::admit_job, 21, kU64, true, 0},
+    {"admit_tier_tokens", &PartResultFields::admit_tier_tokens, 20, kU32, true, 0},
 };
 constexpr const auto& ColumnsOf(const PartResultFields&) { return kPartResultColumns; }
 

@@ -1,4 +1,4 @@
-// Reads and writes messages of protobuf: what `wire_sections.h`, which is generated, consists of.
+// Reads and writes messages of protobuf, by what `sections.h` says of each section.
 #pragma once
 
 #include "step.h"
@@ -63,47 +63,33 @@ class Fields {
 
 // -- Values of fields: each returns whether the field has one --------------------------------------------------------
 
-inline bool ReadBytes(const Field& field, Hashes* bytes) {
+inline bool ReadValue(const Field& field, Hashes* bytes) {
     *bytes = field.bytes;
     return field.kind == kLength;
 }
 
-// A column of these values, none of them above the highest one.
-template <typename Stored>
-bool ReadPacked(const Field& field, Column* column, Int highest = std::numeric_limits<Int>::max()) {
-    const auto [data, size] = field.bytes;
-    if (field.kind != kLength || size % sizeof(Stored)) return false;
-    column->resize(size / sizeof(Stored));
-    Int most = 0;
-    for (size_t at = 0; at < column->size(); ++at) {
-        Stored value;
-        std::memcpy(&value, data + at * sizeof value, sizeof value);
-        (*column)[at] = static_cast<Int>(value);  // 2^63 and above become negative, which no column permits
-        most = std::max(most, (*column)[at]);
-    }
-    return most <= highest;
-}
-
-inline bool ReadTokens(const Field& field, TokenIds* tokens) {
+inline bool ReadValue(const Field& field, TokenIds* tokens) {
     if (field.kind != kLength || field.bytes.size % 4) return false;
     tokens->count = static_cast<Int>(field.bytes.size / 4);
     tokens->ids.assign(field.bytes.data, field.bytes.data + field.bytes.size);
     return true;
 }
 
-// A number of so many bits; what is above all numbers of the core becomes its highest one.
-inline bool ReadNumber(const Field& field, int bits, Int* number) {
-    *number = static_cast<Int>(std::min<uint64_t>(field.value, std::numeric_limits<Int>::max()));
-    return field.kind == kVarint && (bits == 64 || field.value >> bits == 0);
-}
-inline bool ReadFlag(const Field& field, bool* flag) {
+inline bool ReadValue(const Field& field, bool* flag) {
     *flag = field.value == 1;
     return field.kind == kVarint && field.value <= 1;
 }
+
+// What is above all numbers of the core becomes its highest one.
+inline bool ReadValue(const Field& field, SingleNumber number) {
+    *number.value = static_cast<Int>(std::min<uint64_t>(field.value, kAnyValue));
+    return field.kind == kVarint && (number.bits == 64 || field.value >> number.bits == 0);
+}
+
 // A value of an enumeration, whose 0 is the default.
-inline bool ReadChoice(const Field& field, Int highest, Int otherwise, Int* choice) {
-    *choice = field.value == 0 ? otherwise : static_cast<Int>(field.value) - 1;
-    return field.kind == kVarint && field.value <= static_cast<uint64_t>(highest);
+inline bool ReadValue(const Field& field, SingleChoice choice) {
+    *choice.value = field.value == 0 ? choice.otherwise : static_cast<Int>(field.value) - 1;
+    return field.kind == kVarint && field.value <= static_cast<uint64_t>(choice.highest);
 }
 
 // Whether bytes are UTF-8, without surrogates and in the shortest form.
@@ -126,27 +112,116 @@ inline bool IsUtf8(Hashes text) {
     return true;
 }
 
-inline bool AddText(const Field& field, std::vector<std::string>* texts) {
+inline bool ReadValue(const Field& field, Texts texts) {
     if (field.kind != kLength || !IsUtf8(field.bytes)) return false;
-    texts->emplace_back(reinterpret_cast<const char*>(field.bytes.data), field.bytes.size);
+    texts.entries->emplace_back(reinterpret_cast<const char*>(field.bytes.data), field.bytes.size);
     return true;
 }
-// A message that is not read.
-inline bool AddMessage(const Field& field, std::vector<std::string>* messages) {
-    if (field.kind != kLength) return false;
-    messages->emplace_back(reinterpret_cast<const char*>(field.bytes.data), field.bytes.size);
+inline bool ReadValue(const Field& field, Counted list) {
+    if (field.kind != kLength || (list.are_texts && !IsUtf8(field.bytes))) return false;
+    list.entries->emplace_back(reinterpret_cast<const char*>(field.bytes.data), field.bytes.size);
+    *list.count = static_cast<Int>(list.entries->size());
     return true;
 }
 
-// Whether columns by row have as many entries as the first one, or none, and hashes as many as their column says.
-template <size_t N>
-bool AreByRow(const std::array<NumEntries, N>& columns, size_t rows) {
-    return std::all_of(columns.begin(), columns.end(),
-                       [&](const NumEntries& one) { return one.count == 0 || one.count == rows; });
+// A column of these values, none of them above the highest one.
+template <typename Stored>
+bool ReadPacked(const Field& field, Column* column, Int highest) {
+    const auto [data, size] = field.bytes;
+    if (field.kind != kLength || size % sizeof(Stored)) return false;
+    column->resize(size / sizeof(Stored));
+    Int most = 0;
+    for (size_t at = 0; at < column->size(); ++at) {
+        Stored value;
+        std::memcpy(&value, data + at * sizeof value, sizeof value);
+        (*column)[at] = static_cast<Int>(value);  // 2^63 and above become negative, which no column permits
+        most = std::max(most, (*column)[at]);
+    }
+    return most <= highest;
 }
-// Whether the numbers of a column of u32 add up to this.
+
+// -- Sections --------------------------------------------------------------------------------------------------------
+
+inline void ResetValue(Hashes* bytes) { *bytes = Hashes(); }
+inline void ResetValue(TokenIds* tokens) {
+    tokens->count = 0;
+    tokens->ids.clear();
+}
+inline void ResetValue(bool* flag) { *flag = false; }
+inline void ResetValue(SingleNumber number) { *number.value = number.otherwise; }
+inline void ResetValue(SingleChoice choice) { *choice.value = choice.otherwise; }
+inline void ResetValue(Texts texts) { texts.entries->clear(); }
+inline void ResetValue(Counted list) {
+    list.entries->clear();
+    *list.count = 0;
+}
+
+template <typename Section>
+concept HasColumns = requires(const Section& section) { ColumnsOf(section); };
+
+// Empties a section, and keeps the memory of its columns.
+template <typename Section>
+void Reset(Section* section) {
+    if constexpr (HasColumns<Section>) {
+        for (const auto& column : ColumnsOf(*section)) (section->*column.of).clear();
+    }
+    EachOther(*section, [](const OtherField&, auto value) { ResetValue(value); });
+}
+
+// Columns that say how many tokens each row has.
+inline const Column& TokensOfRows(const Facts& facts) { return facts.appended; }
+inline const Column& TokensOfRows(const News& news) { return news.num_tokens; }
+
 inline bool AddUp(const Column& column, uint64_t each, uint64_t total) {
     return std::accumulate(column.begin(), column.end(), uint64_t{0}) * each == total;
+}
+
+// Whether columns by row have as many entries as the first one, or none, and there are as many hashes and tokens as
+// the columns say.
+template <typename Section>
+bool IsWhole(const Section& section, size_t digest_size) {
+    if constexpr (requires { NumEntriesOf(section); }) {
+        const size_t rows = (section.*ColumnsOf(section)[0].of).size();
+        for (const NumEntries& one : NumEntriesOf(section)) {
+            if (one.count != 0 && one.count != rows) return false;
+        }
+    }
+    if constexpr (requires { section.hashes; }) {
+        if (!AddUp(section.num_hashes, digest_size, section.hashes.size)) return false;
+    }
+    if constexpr (requires { section.tokens.count; }) {
+        const auto count = static_cast<uint64_t>(section.tokens.count);
+        return count == 0 || AddUp(TokensOfRows(section), 1, count);
+    }
+    return true;
+}
+
+template <typename Section>
+bool ReadColumn(const Field& field, const SectionColumn<Section>& column, Column* into) {
+    switch (column.type) {
+        case kU32: return ReadPacked<uint32_t>(field, into, column.highest);
+        case kI32: return ReadPacked<int32_t>(field, into, column.highest);
+        default: return ReadPacked<uint64_t>(field, into, column.highest);
+    }
+}
+
+// Reads a section, which is empty; false for what Python refuses, and names.
+template <typename Section>
+bool ReadSection(Hashes message, size_t digest_size, Section* section) {
+    Fields fields(message);
+    for (Field field; fields.Next(&field);) {
+        bool is_read = true;
+        if constexpr (HasColumns<Section>) {
+            for (const auto& column : ColumnsOf(*section)) {
+                if (column.number == field.number) is_read = ReadColumn(field, column, &(section->*column.of));
+            }
+        }
+        EachOther(*section, [&](const OtherField& other, auto value) {
+            if (other.number == field.number) is_read = ReadValue(field, value);
+        });
+        if (!is_read) return false;
+    }
+    return fields.ok && IsWhole(*section, digest_size);
 }
 
 // -- Writing ---------------------------------------------------------------------------------------------------------
