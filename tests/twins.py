@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 from kvplane.base.errors import DeadlineExceeded, Unavailable
@@ -505,9 +505,14 @@ def publish_unchecked(real: Real) -> Real:
     return lambda self, step, check=None: real(self, step)
 
 
-def same_object(_: Real) -> Real:
-    """Return the value itself instead of a copy."""
-    return lambda value: value
+def read_late(real: Real) -> Real:
+    """Write each piece of an image when it is read."""
+
+    def pieces(*given):
+        for number in range(len([*real(*given)])):
+            yield from islice(real(*given), number, number + 1)
+
+    return pieces
 
 
 # -- what hangs --------------------------------------------------------------------------------------------------------
@@ -1229,7 +1234,7 @@ TWINS: dict[str, Twin] = {
     ),
     "image of several steps": Twin(
         "an image is the state of one step, however late its pieces are read",
-        (Patch(f"{CORE}.state_entries:_copied", same_object),),
+        (Patch(f"{CORE}.replica:encode", read_late),),
     ),
     "lease expiry frees pages": Twin(
         "an expired lease hides keys, and changes nothing else",

@@ -31,7 +31,7 @@ from kvplane_service.core.pool import BlockPool
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.split import SplitList
 from kvplane_service.core.state import digest as state_digest
-from kvplane_service.core.state_entries import _policy_state
+from kvplane_service.core.state_entries import policy_state
 from tests.core.images import values_of
 
 try:
@@ -65,7 +65,7 @@ class Image:
         free: in eviction order.
         shared: keys of several blocks, in the order in which these are hit.
         busy: blocks that loads of earlier engine lives may still write.
-        eviction: the eviction policy's own part of the state (`state_entries._policy_state`): how many blocks are
+        eviction: the eviction policy's own part of the state (`state_entries.policy_state`): how many blocks are
             evicted first, where hits of requests end, and what is learnt or superseded.
     """
 
@@ -162,10 +162,10 @@ def _words(error: KvplaneError) -> tuple[str, ...]:
 
 
 def _eviction_of(replica: Replica) -> tuple[int, dict[int, int], list[Any]]:
-    free, policy = replica.coordinator.pool.free, _policy_state(replica)
+    free, policy = replica.coordinator.pool.free, deepcopy(policy_state(replica))
     if isinstance(free, SplitList):
         return 0, {}, free.state()
-    return (sum(1 for _ in policy[1]), policy[2], list(policy[3:])) if policy else (0, {}, [])
+    return (policy[1], policy[2], policy[3:]) if policy else (0, {}, [])
 
 
 def _prefer(pool: BlockPool, key: Key, blocks: Sequence[int]) -> None:

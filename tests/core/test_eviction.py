@@ -53,7 +53,7 @@ def test_the_list_of_window_tail_equals_two_lists(moves):
                 rest += some
             else:
                 first = first + some if move == "append_left_window" else some + first
-        assert (order(free), list(free.copy()), list(free.copy_first())) == (first + rest, first + rest, first)
+        assert (order(free), list(free.first())) == (first + rest, first)
         assert free.count == len(first + rest)
 
 
@@ -72,7 +72,7 @@ def test_a_new_engine_life_puts_the_divider_before_the_blocks_with_a_key(blocks,
     for _ in free.put_unkeyed_first(tokens, len(keyed)):
         assert sorted(order(free)) == sorted(blocks)
     assert order(free) == [one for one in blocks if one not in keyed] + [one for one in blocks if one in keyed]
-    assert {*free.copy_first()} == {*blocks} - keyed
+    assert {*free.first()} == {*blocks} - keyed
 
 
 @pytest.mark.parametrize("num_unkeyed", [0, 2, 4])
@@ -80,7 +80,7 @@ def test_the_links_of_a_recovery_put_the_divider_before_the_blocks_with_a_key(nu
     free = WindowTailList(5)
     free.replace(Links.of(5, np.array([4, 1, 3, 2]), num_unkeyed))
     assert order(free) == [4, 1, 3, 2]
-    assert list(free.copy_first()) == [4, 1, 3, 2][:num_unkeyed]
+    assert list(free.first()) == [4, 1, 3, 2][:num_unkeyed]
 
 
 # -- which blocks are kept ---------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def chat(policy=TURN_TAIL, num_blocks=60):
 def first_out(engine):
     """(group, tokens) of the free blocks with a key that leave first."""
     pool = engine.replica.coordinator.pool
-    first = pool.free.copy_first()
+    first = pool.free.first()
     return [(pool.key[block][1], pool.key_tokens[block]) for block in first if pool.key[block]]
 
 

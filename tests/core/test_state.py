@@ -108,7 +108,7 @@ def play_all():
 @pytest.mark.parametrize("left_out", ["shared", "more_keys", "tentative", "free", "ends_at", "eviction"])
 def test_a_part_that_is_left_out_is_caught(monkeypatch, left_out):
     """Each part of the state decides some later answer, or its absence is refused."""
-    export = state_entries.copy_entries
+    export = state_entries.entries_of
 
     def copied(replica, with_statistics=True):
         entries = []
@@ -120,7 +120,7 @@ def test_a_part_that_is_left_out_is_caught(monkeypatch, left_out):
             entries.append((name, value))
         return iter(entries)
 
-    monkeypatch.setattr(state_entries, "copy_entries", copied)
+    monkeypatch.setattr(state_entries, "entries_of", copied)
     with pytest.raises((AssertionError, InvalidArgument, IndexError, ValueError)):
         play_all()
 

@@ -127,14 +127,9 @@ class WindowTailList(FreeList):
         """Yield the block ids in eviction order."""
         return (block for block in super().__iter__() if block != self._divider)
 
-    def copy(self) -> Iterator[int]:
-        """Return an iterator over the block ids in the present order, whatever changes before it is read."""
-        order, divider = super().copy(), self._divider
-        return (block for block in order if block != divider)
-
-    def copy_first(self) -> Iterator[int]:
-        """As `copy`, of the blocks before the divider."""
-        return takewhile(lambda block: block != self._divider, super().copy())
+    def first(self) -> Iterator[int]:
+        """Yield the ids of the blocks before the divider."""
+        return takewhile(lambda block: block != self._divider, super().__iter__())
 
     def pop(self, count: int) -> list[int]:
         """Remove and return the first `count` blocks."""

@@ -67,10 +67,6 @@ class FreeList:
         """Yield the block ids in eviction order."""
         return _walk(self._next, self.sentinel)
 
-    def copy(self) -> Iterator[int]:
-        """Return an iterator over the block ids in the present order, whatever changes before it is read."""
-        return _walk(self._next[:], self.sentinel)
-
     def pop(self, count: int) -> list[int]:
         """Remove and return the first `count` blocks. The caller must check that the list has at least
         `count` blocks.

@@ -197,5 +197,5 @@ class HazardList(WindowTailList):
 
     def _find_places(self) -> None:
         self._place[:] = bytes(len(self._place))
-        self._put(self.copy(), _BEHIND)
-        self._put(self.copy_first(), _BEFORE)
+        self._put(self, _BEHIND)
+        self._put(self.first(), _BEFORE)

@@ -32,7 +32,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -224,11 +223,6 @@ class SplitList(FreeList):
         yield from self.cached
         for number in self.whole:
             yield from self.blocks(number)
-
-    def copy(self) -> Iterator[int]:
-        """Return an iterator over the block ids in the present order, whatever changes before it is read."""
-        bare, cached, whole = self.bare.copy(), self.cached.copy(), self.whole.copy()
-        return chain(bare, cached, chain.from_iterable(map(self.blocks, whole)))
 
     def blocks(self, number: int) -> range:
         """Return the blocks of a superblock."""

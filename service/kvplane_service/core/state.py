@@ -2,7 +2,7 @@
 
     export_state(replica) -> bytes           load_state(spec, bytes) -> Replica, which answers every later step equally;
                                              NativeReplica.load does the same
-    slices(replica) -> the same bytes in pieces; the replica may apply further steps while they are read
+    slices(replica) -> the same bytes in pieces, of the time of the call
     digest(replica) -> the SHA-256 of the bytes on which later decisions depend
 
 The layout: MAGIC, then named values as in `packed_values`, each preceded by its name (a text). All lists are by block,

@@ -1,11 +1,10 @@
-"""The entries of the exported state of a replica (see `state`): copied from a `Replica`, and loaded into one."""
+"""The entries of the exported state of a replica (see `state`): made of a `Replica`, and loaded into one."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, fields
-from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from kvplane.base.groups import EvictionPolicy
@@ -24,7 +23,7 @@ from kvplane_service.core.pool import BlockPool
 from kvplane_service.core.requests import NO_FAST_PATH, Requests
 from kvplane_service.core.split import SplitPool
 from kvplane_service.core.state import MAGIC, hasher_of, hasher_state, spec_digest
-from kvplane_service.core.tiers.entries import copy_counters, copy_tiers, load_tiers
+from kvplane_service.core.tiers.entries import counters_of, load_tiers, state_of
 
 if TYPE_CHECKING:
     from kvplane_service.core.replica import Replica
@@ -46,9 +45,9 @@ BOUNDS = ("fast_path_until", "alloc_bound", "window_bound", "register_bound")
 
 def encode(replica: Replica, with_statistics: bool, hashed: bool) -> Iterator[bytes]:
     """Return the image of a replica, see `Replica.image`."""
-    entries = copy_entries(replica, with_statistics)
-    packed = (pack_value(name) + pack_value(value) for name, value in (map(_hashed, entries) if hashed else entries))
-    return chain([MAGIC], packed)
+    entries = entries_of(replica, with_statistics)
+    pieces = [pack_value(name) + pack_value(value) for name, value in (map(_hashed, entries) if hashed else entries)]
+    return iter([MAGIC, *pieces])
 
 
 def _hashed(entry: tuple[str, Any]) -> tuple[str, object]:
@@ -61,88 +60,58 @@ def _hashed(entry: tuple[str, Any]) -> tuple[str, object]:
 # -- export ------------------------------------------------------------------------------------------------------------
 
 
-def copy_entries(replica: Replica, with_statistics: bool = True) -> Iterator[tuple[str, object]]:
-    """Return the entries of the state. What a later step could change is copied by this call; the rest is read later.
-
-    Hashes of a request are only appended, so their number is noted instead of a copy.
-    """
-    pool, requests, tracker = replica.coordinator.pool, replica.requests, replica.tracker
+def entries_of(replica: Replica, with_statistics: bool = True) -> Iterator[tuple[str, Any]]:
+    """Yield the names and values of the entries of the state. The replica must not change before they are read."""
+    pool, requests, tiers = replica.coordinator.pool, replica.requests, replica.coordinator.tiers
     assert not with_statistics or not pool.events, "export between two steps"
-    keys, more = pool.key[:], {block: list(further.items()) for block, further in pool.more_keys.items()}
-    if pool.lazy_keys is not None:
-        for block, key in pool.lazy_keys:
-            keys[block] = key
-    shared = sorted((key, list(blocks)) for key, blocks in _shared(pool))
-    pairs: dict[tuple[str, int], int] = {}
-    before: list[tuple[str, object]] = [
-        ("spec", spec_digest(replica.spec)),
-        ("replica", [replica.seq, replica._keeps_keys, array("Q", replica._shown)]),
-        ("pool", {name: _copied(getattr(pool, name)) for name in POOL_VALUES}),
-        *[(f"pool.{name}", getattr(pool, name)[:]) for name in POOL_COLUMNS],
-    ]
-    statistics = _statistics(replica) if with_statistics else []
-    tiers = replica.coordinator.tiers
+    yield "spec", spec_digest(replica.spec)
+    yield "replica", [replica.seq, replica._keeps_keys, array("Q", replica._shown)]
+    yield "pool", {name: getattr(pool, name) for name in POOL_VALUES}
+    yield from ((f"pool.{name}", getattr(pool, name)) for name in POOL_COLUMNS)
     if tiers.each:  # replicas without tiers keep their earlier bytes
-        before.append(("tiers", copy_tiers(tiers)))
+        yield "tiers", state_of(tiers)
     if isinstance(pool, SplitPool):
-        before.append(("split", pool.free.state()))
+        yield "split", pool.free.state()
     if pool.retained.each:
-        before.append(("retained", pool.retained.state()))
+        yield "retained", pool.retained.state()
     if pool.stamped:
-        before.append(("stamped", list(pool.stamped)))
-    free, policy = pool.free.copy(), _policy_state(replica)
-    columns = _request_columns(requests)
-    values = {name: _copied(getattr(requests, name)) for name in REQUEST_VALUES}
-    contents = [(slot, requests.content[slot], len(requests.content[slot].digests)) for slot in requests.slots()]
-    hashers = {slot: hasher_state(content.hasher) for slot, content, _ in contents if content.hasher}
-    after: list[tuple[str, object]] = [
-        ("more_keys", more),
-        ("shared", shared),
-        ("requests", {**columns, **values}),
-        ("tracker", _tracker_state(tracker)),
-        *[
-            ("manager", {name: _copied(getattr(manager, name)) for name in manager.STATE})
-            for manager in replica.coordinator.managers
-        ],
-    ]
-
-    def entries() -> Iterator[tuple[str, object]]:
-        yield from before
-        yield "free", array("I", free)
-        if policy:
-            name, first, *others = policy
-            yield "eviction", [name, sum(1 for _ in first), *others]
-        for start in range(0, len(keys), SLICE_BLOCKS):
-            yield "keys", key_run(start, keys[start : start + SLICE_BLOCKS], pairs)
-        yield from after
-        for slot, content, count in contents:
-            yield "content", [slot, list(islice(content.digests, count)), hashers.get(slot)]
-        yield from statistics
-
-    return entries()
+        yield "stamped", list(pool.stamped)
+    yield "free", array("I", pool.free)
+    if policy := policy_state(replica):
+        yield "eviction", policy
+    yield from (("keys", run) for run in _key_runs(pool))
+    yield "more_keys", {block: list(further.items()) for block, further in pool.more_keys.items()}
+    yield "shared", sorted(_shared(pool))
+    yield "requests", _request_columns(requests) | {name: getattr(requests, name) for name in REQUEST_VALUES}
+    yield "tracker", _tracker_state(replica.tracker)
+    for manager in replica.coordinator.managers:
+        yield "manager", {name: getattr(manager, name) for name in manager.STATE}
+    for slot in requests.slots():
+        content = requests.content[slot]
+        yield "content", [slot, content.digests, hasher_state(content.hasher) if content.hasher else None]
+    yield from _statistics(replica) if with_statistics else ()
 
 
 def _statistics(replica: Replica) -> list[tuple[str, object]]:
     pool, tiers = replica.coordinator.pool, replica.coordinator.tiers
-    histograms = [getattr(pool.residency, field.name)[:] for field in fields(Residency)]
     return [
         ("counters", list(astuple(replica.counters))),
-        ("residency", histograms),
-        ("pool_counters", {name: _copied(getattr(pool, name)) for name in POOL_STATISTICS}),
+        ("residency", list(astuple(pool.residency))),
+        ("pool_counters", {name: getattr(pool, name) for name in POOL_STATISTICS}),
         ("group_counters", [(manager.allocated, manager.adopted) for manager in replica.coordinator.managers]),
-        *[(f"pool.{name}", getattr(pool, name)[:]) for name in POOL_STATISTICS_COLUMNS],
-        *([("tier_counters", copy_counters(tiers))] if tiers.each else []),
+        *[(f"pool.{name}", getattr(pool, name)) for name in POOL_STATISTICS_COLUMNS],
+        *([("tier_counters", counters_of(tiers))] if tiers.each else []),
     ]
 
 
-def _policy_state(replica: Replica) -> tuple[Any, ...] | None:
-    """Return what the eviction policy has in addition to the order of the free blocks; None for LRU."""
+def policy_state(replica: Replica) -> list[Any]:
+    """Return what the eviction policy has in addition to the order of the free blocks; nothing for LRU."""
     free = replica.coordinator.pool.free
     if not isinstance(free, WindowTailList):
-        return None
-    own: list[Any] = [dict(free.superseded)] if isinstance(free, TurnTailList) else []
-    own = [*free.state(), dict(replica.requests.hints)] if isinstance(free, HazardList) else own
-    return replica.spec.eviction.value, free.copy_first(), dict(replica.requests.hit_end), *own
+        return []
+    own: list[Any] = [free.superseded] if isinstance(free, TurnTailList) else []
+    own = [*free.state(), replica.requests.hints] if isinstance(free, HazardList) else own
+    return [replica.spec.eviction.value, sum(1 for _ in free.first()), replica.requests.hit_end, *own]
 
 
 def _request_columns(requests: Requests) -> dict[str, list[Any]]:
@@ -155,18 +124,9 @@ def _request_columns(requests: Requests) -> dict[str, list[Any]]:
         column = getattr(requests, name)
         none = type(column[0])() if column else None
         columns[name] = [one if is_live else none for one, is_live in zip(column, live, strict=True)]
-    columns["serial"] = requests.serial[:]
+    columns["serial"] = requests.serial
     columns["ends_at"] = [requests.launch_end(slot) if runs else 0 for slot, runs in enumerate(requests.running)]
     return columns
-
-
-def _copied(value: Any) -> Any:  # noqa: ANN401
-    """Return a copy of a value whose lists may have lists as entries."""
-    if isinstance(value, dict):
-        return {key: _copied(one) for key, one in value.items()}
-    if isinstance(value, list) and value and isinstance(value[0], list):
-        return [one[:] for one in value]
-    return value.copy() if hasattr(value, "copy") else value
 
 
 def _shared(pool: BlockPool) -> Iterator[tuple[Key, list[int]]]:
@@ -177,24 +137,25 @@ def _shared(pool: BlockPool) -> Iterator[tuple[Key, list[int]]]:
                     yield (domain, group, digest), entry
 
 
-def key_run(start: int, keys: list[Key | None], pairs: dict[tuple[str, int], int]) -> list[object]:
-    """Return an entry of keys: those of consecutive blocks from `start` on."""
-    numbers = [0 if key is None else pairs.setdefault(key[:2], len(pairs)) + 1 for key in keys]
-    return [start, list(pairs), numbers, [key[2] for key in keys if key is not None]]
+def _key_runs(pool: BlockPool) -> Iterator[list[object]]:
+    """Yield the primary keys of consecutive blocks, see `state`."""
+    pairs: dict[tuple[str, int], int] = {}
+    for start in range(0, pool.num_blocks, SLICE_BLOCKS):
+        keys = [pool.key_of(block) for block in range(start, min(start + SLICE_BLOCKS, pool.num_blocks))]
+        numbers = [0 if key is None else pairs.setdefault(key[:2], len(pairs)) + 1 for key in keys]
+        yield [start, list(pairs), numbers, [key[2] for key in keys if key is not None]]
 
 
 def _tracker_state(tracker: InFlightTracker) -> dict[str, object]:
     return {
-        "grants": {seq: [one.slot[:], one.serial[:], one.num_tokens[:]] for seq, one in tracker.grants.items()},
-        "tentative": {
-            seq: [(*stay, keys[:]) for stay, keys in book.items()] for seq, book in tracker.tentative.items()
-        },
+        "grants": {seq: [one.slot, one.serial, one.num_tokens] for seq, one in tracker.grants.items()},
+        "tentative": {seq: [(*stay, keys) for stay, keys in book.items()] for seq, book in tracker.tentative.items()},
         "adoptions": {
             seq: [(block, *stay) for block, stays in book.items() for stay in stays]
             for seq, book in tracker.adoptions.items()
         },
-        "waiting": [(step, blocks[:]) for step, blocks in tracker.waiting],
-        **{name: _copied(getattr(tracker, name)) for name in ("held", "under_load", "filling")},
+        "waiting": list(tracker.waiting),
+        **{name: getattr(tracker, name) for name in ("held", "under_load", "filling")},
     }
 
 
@@ -211,7 +172,7 @@ def load_entries(replica: Replica, entries: dict[str, list[Any]]) -> None:
     for name, value in zip([field.name for field in fields(Counters)], counters, strict=True):
         setattr(replica.counters, name, value)
     _load_pool(replica.coordinator.pool, entries)
-    load_requests(replica.requests, entries, HashScheme.of(replica.spec))
+    _load_requests(replica.requests, entries, HashScheme.of(replica.spec))
     check(are_hints(replica.spec, list(replica.requests.hints.values())), "hints")
     _load_tracker(replica.tracker, entries["tracker"][0])
     tiers = replica.coordinator.tiers
@@ -248,7 +209,7 @@ def _load_pool(pool: BlockPool, entries: dict[str, list[Any]]) -> None:
     else:
         pool.free.rebuild(entries["free"][0])
     pool.more_keys = {block: dict(further) for block, further in entries["more_keys"][0].items()}
-    pool.key = keys_of(entries["keys"], pool.num_blocks)
+    pool.key = _keys_of(entries["keys"], pool.num_blocks)
     for block, key in enumerate(pool.key):
         for one in () if key is None else (key, *pool.more_keys.get(block, ())):
             pool._add_to_index(block, one)
@@ -261,7 +222,7 @@ def _load_pool(pool: BlockPool, entries: dict[str, list[Any]]) -> None:
         pool.retained.load(retained)
 
 
-def keys_of(runs: Iterable[list[Any]], num_blocks: int) -> list[Key | None]:
+def _keys_of(runs: Iterable[list[Any]], num_blocks: int) -> list[Key | None]:
     """Return the primary key of each block, from the entries of keys."""
     keys: list[Key | None] = []
     for start, pairs, numbers, digests in runs:
@@ -274,7 +235,7 @@ def keys_of(runs: Iterable[list[Any]], num_blocks: int) -> list[Key | None]:
     return keys
 
 
-def load_requests(requests: Requests, entries: dict[str, list[Any]], scheme: HashScheme) -> None:
+def _load_requests(requests: Requests, entries: dict[str, list[Any]], scheme: HashScheme) -> None:
     """Set the state of the requests from the entries `requests`, `content` and `eviction`."""
     (state,) = entries["requests"]
     for name in (*REQUEST_COLUMNS, *REQUEST_VALUES):

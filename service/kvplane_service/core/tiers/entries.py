@@ -1,4 +1,4 @@
-"""The exported state of a replica's tiers (see `core.state`): copied from `Tiers`, and loaded into it."""
+"""The exported state of a replica's tiers (see `core.state`): made of `Tiers`, and loaded into it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from kvplane_service.core.tiers.tier import Tier
 from kvplane_service.core.tiers.tiers import Filled, Load, Location, Move, Save, Tiers
 
 
-def copy_tiers(tiers: Tiers) -> list[object]:
+def state_of(tiers: Tiers) -> list[object]:
     """Return the state of the tiers: numbers, the slots of each tier, and the jobs in flight by kind."""
     jobs = tiers.jobs
     loads = [(job, *load[:4], [(*row[:5], tuple(row.source)) for row in load.rows]) for job, load in jobs.loads.items()]
     return [
         [tiers.last_job, tiers.demand, tiers.demand_now, tiers.costs_ns, tiers.waits_in],
-        [_copy_tier(tier) for tier in tiers.each],
+        [_state_of(tier) for tier in tiers.each],
         loads,
         [(job, *astuple(save)) for job, save in jobs.saves.items()],
         [(job, move.key, *move.source, move.tier, move.slot) for job, move in jobs.moves.items()],
@@ -25,14 +25,14 @@ def copy_tiers(tiers: Tiers) -> list[object]:
     ]
 
 
-def _copy_tier(tier: Tier) -> list[object]:
+def _state_of(tier: Tier) -> list[object]:
     rows = [(key, slot, tier.version[slot]) for key, slot in tier.in_order()]  # which are retained follows from the key
     shadows, recent = rows[: tier.num_shadows], rows[tier.num_shadows :]
-    wanted = [tier.wanted.copy()] if tier.wanted.is_early else []
-    return [tier.num_slots, tier.num_used, tier.free[:], shadows, recent, *wanted]
+    wanted = [tier.wanted.state()] if tier.wanted.is_early else []
+    return [tier.num_slots, tier.num_used, tier.free, shadows, recent, *wanted]
 
 
-def copy_counters(tiers: Tiers) -> list[object]:
+def counters_of(tiers: Tiers) -> list[object]:
     """Return the statistics of the tiers, which decide nothing: of all, then of each one."""
     of_each = [[tier.hit_tokens, *[use for one in tier.uses for use in astuple(one)[1:]]] for tier in tiers.each]
     return [list(astuple(tiers.counters)), *of_each]

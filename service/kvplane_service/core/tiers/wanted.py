@@ -75,7 +75,7 @@ class Wanted:
         for one in (self.version, self._order, self.recent, self.before):
             one.clear()
 
-    def copy(self) -> list[object]:
+    def state(self) -> list[object]:
         """Return the state, which `load` takes."""
         versions = [self.version[place] for place in self._order]
         columns = [array("Q", one) for one in (versions, sorted(self.recent), sorted(self.before))]
