@@ -205,68 +205,64 @@ def _field_writer(field: Field, name: str, message: Message) -> str:
 
 
 LAYOUTS_TOP = """
-// How the fields of parts and results are packed, by the names that `decisions/packing.py` gives them.
+// What packs the fields of parts and results, in the order of the numbers that `decisions/packing.py` gives them.
 #pragma once
 
 #include "pack.h"
 
 namespace kvplane {
 """
+SCALARS = ("flag", "number", "choice")
+RAWS = ("hashes", "texts", "digests", "messages")
+JOBS = ("load", "save", "move")  # tables of `Orders`, which the core keeps as rows
 
 
 def layouts(messages: Sequence[Message]) -> Iterator[str]:
-    """Yield the lines of the header with what packs the fields of parts and results."""
+    """Yield the lines of the header with what packs the fields of parts and results: columns first."""
     yield from (*LAYOUTS_TOP.splitlines()[1:], "")
-    sections = [(message.name.lower(), message) for message in _named(messages, SECTIONS)]
-    scalars = [f"{path}.{field.name}" for path, message in sections for field in message.of_kind(*SCALARS)]
-    fields = [line for path, message in sections for line in _packed(message, "Part", f"{path}.")]
+    sections = [(f"{message.name.lower()}.", message) for message in _named(messages, SECTIONS)]
+    scalars = [f"{path}{field.name}" for path, message in sections for field in message.of_kind(*SCALARS)]
+    fields = [line for kinds in (("column",), RAWS) for one in sections for line in _packed(*one, "Part", kinds)]
     yield from _layout("Part", [*scalars, "with_hashes", "with_tables"], fields)
-    yield ""
-    (resume,) = _named(messages, ("Resume",))
-    yield from _layout("Resume", [], list(_packed(resume, "Resume", "")))
-    yield ""
-    (result,) = _named(messages, ("PartResult",))
+    (resume, result) = _named(messages, ("Resume", "PartResult"))
+    yield from ("", *_layout("Resume", [], list(_packed("", resume, "Resume", ("column",)))), "")
     found = {message.name: message for message in messages}
-    fields = list(_packed(result, "PartResult", ""))
-    for inner in result.of_kind("message"):
-        fields += _packed_inner(inner.name, found[inner.of])
+    fields = []
+    for field in result.of_kind("column", "message"):
+        is_inner = field.kind == "message"
+        fields += _packed_inner(field.name, found[field.of]) if is_inner else [f"PACK_FIELD(PartResult, {field.name})"]
+    raws = (*[field.name for field in result.of_kind("digests")], "hashed_facts", "hashed_news")
+    fields += [f"PACK_FIELD(PartResult, {name})" for name in raws]
     scalars = [field.name for field in result.of_kind(*SCALARS)]
-    fields += [f"PACK_FIELD(PartResult, {name})" for name in ("hashed_facts", "hashed_news")]
     yield from _layout("PartResult", [*scalars, "taken_back", "went_back"], fields)
     yield from ("", "}  // namespace kvplane")
 
 
-SCALARS = ("flag", "number", "choice")
-JOBS = ("load", "save", "move")  # tables of `Orders`, which the core keeps as rows
-
-
 def _layout(of: str, scalars: list[str], fields: list[str]) -> Iterator[str]:
-    yield f"inline constexpr std::array<Packer::Scalar<{of}>, {len(scalars)}> k{of}Scalars = {{{{"
+    yield f"inline constexpr std::array<Scalar<{of}>, {len(scalars)}> k{of}Scalars = {{{{"
     yield from (f"    PACK_SCALAR({of}, {path})," for path in scalars)
     yield "}};"
-    yield f"inline constexpr std::array<Packer::Field<{of}>, {len(fields)}> k{of}Fields = {{{{"
+    yield f"inline constexpr std::array<PackedField<{of}>, {len(fields)}> k{of}Fields = {{{{"
     yield from (f"    {line}," for line in fields)
     yield "}};"
 
 
-def _packed(message: Message, of: str, path: str) -> Iterator[str]:
-    for field in message.of_kind("column", "hashes", "texts", "digests", *(["messages"] if of == "Part" else [])):
+def _packed(path: str, message: Message, of: str, kinds: tuple[str, ...]) -> Iterator[str]:
+    for field in message.of_kind(*kinds):
         if not _is_tokens(field):
             pack = "PACK_BITS" if field.option.type == BITS else "PACK_FIELD"
             yield f"{pack}({of}, {path}{field.name})"
 
 
 def _packed_inner(name: str, message: Message) -> Iterator[str]:
-    if message.name == "Orders":
-        for table in message.tables:
-            columns = [field.name for field in message.columns if field.option.table == table]
-            for at, column in enumerate(columns):
-                is_job = table in JOBS
-                yield f"PACK_JOBS({table}, {at}, {column})" if is_job else f"PACK_FIELD(PartResult, orders.{column})"
-    elif message.name == "Blocks":
-        yield from _packed(message, "PartResult", f"{name}.")
-    else:
-        yield from (f"PACK_TIERS({name}.{field.name})" for field in message.columns)
+    at = dict.fromkeys(message.tables, 0)  # number of the next column of each table
+    for field in message.columns:
+        table = field.option.table
+        if table in JOBS:
+            yield f"PACK_JOBS({table}, {at[table]})"
+        else:
+            yield f"PACK_{'TIERS(' if name in OF_TIERS else 'FIELD(PartResult, '}{name}.{field.name})"
+        at[table] += 1
 
 
 MESSAGES_TOP = """

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 import pytest
 
 from kvplane.base.step import PartResult, Step, StepResult
-from kvplane_service.core import loader
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.twin import TwinReplica
 from kvplane_service.replicas.events import Batch, PublicationHold
@@ -81,7 +80,6 @@ def packed_twins() -> Iterator[list[PackedTwins]]:
         replicas.append(PackedTwins(spec))
         return replicas[-1]
 
-    loader._prepared()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(page_engine, "new_replica", make)
         yield replicas

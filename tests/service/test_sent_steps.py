@@ -15,7 +15,6 @@ from kvplane.base.step import ExtraKeys, Facts, News, Part, Resume, Run, Step, S
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.v1 import step_pb2
 from kvplane.wire.parsing import parse
-from kvplane_service.core import loader
 from kvplane_service.core.interface import HAS_KEYS, ReadStep
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.twin import TwinReplica
@@ -88,7 +87,6 @@ class ByMessages(NativeReplica):
 @pytest.fixture
 def counted(monkeypatch) -> type[ByMessages]:
     """Let the second core of page engines be such a core."""
-    loader._prepared()
     monkeypatch.setattr(page_engine, "new_replica", lambda spec: TwinReplica(Replica(spec), ByMessages.of))
     monkeypatch.setattr(ByMessages, "sent", 0)
     return ByMessages
@@ -123,7 +121,6 @@ EVERYTHING = Part(
 
 
 def core() -> ByMessages:
-    loader._prepared()
     return ByMessages(spec_of())
 
 

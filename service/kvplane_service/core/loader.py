@@ -38,7 +38,6 @@ VARIABLE = "KVPLANE_CORE"
 AUTO = "auto"
 CORES = (AUTO, "python", "native", "twin")
 CHECK_EVERY = 32  # steps between two comparisons of the whole state of twins
-_PREPARATIONS: list[Callable[[ModuleType], None]] = []
 
 
 def new_replica(spec: ReplicaSpec) -> ReplicaCore:
@@ -69,13 +68,6 @@ def open_step(replica: NativeReplica, executed_through: int, records: bool = Fal
     if isinstance(replica, Replica):
         return cast("NativeOpenStep", OpenStep(replica, executed_through))
     return replica.open_step(executed_through, records)
-
-
-def when_compiled(prepare: Callable[[ModuleType], None]) -> None:
-    """Call a function with the module of the compiled core, once this process uses it."""
-    _PREPARATIONS.append(prepare)
-    if _PACKAGE in sys.modules:
-        prepare(sys.modules[_PACKAGE])
 
 
 def describe() -> str:
@@ -123,17 +115,9 @@ def _native() -> ModuleType | None:
     if _problem():
         return None
     try:
-        return _prepared()
+        return import_module(_PACKAGE)
     except ImportError:
         return None
-
-
-@cache
-def _prepared() -> ModuleType:
-    compiled = import_module(_PACKAGE)
-    for prepare in _PREPARATIONS:
-        prepare(compiled)
-    return compiled
 
 
 @cache

@@ -53,7 +53,6 @@ from kvplane.base.step import (
 from kvplane.base.when_read import given_fields
 from kvplane.v1 import step_pb2 as pb
 from kvplane_service.core.cache_events import CacheEvents, runs_of
-from kvplane_service.core.loader import when_compiled
 
 _TOOK, _COUNT = struct.Struct(">Q"), struct.Struct("<I")
 _CODES = "IiQq"  # types of columns whose numbers do not fit into bytes, smallest first
@@ -272,11 +271,6 @@ class _Shape(Generic[_T]):
         empty = made if sections else None
         self._empty = {one.name: getattr(empty, one.name) for one in fields(cast(Any, owner))} if sections else {}
 
-    def layout(self) -> tuple[list[str], list[tuple[str, int]]]:
-        """Return the names of the single numbers, and of the other fields with their chunks."""
-        names = [*self._columns, *[path for path, *_ in self._raws]]
-        return [path for path, _ in self._scalars], list(zip(names, self._numbers, strict=True))
-
     def pack(self, value: _T) -> Packing[_Chunks]:
         """Return the chunks of all fields that are not empty. In most steps, few fields are not empty."""
         # Fields that were not read yet are not made for this: `kvplane.base.when_read`.
@@ -357,17 +351,11 @@ _RESULT = _Shape(
     frozenset({"events", "tier_events"}),
 )
 _RESUME = _Shape(Resume, {}, frozenset())
-_OF_RESULT, _OF_EVENTS, _OF_RESUME = 1001, 1002, 1003  # chunks of a part's frame that are frames
-
-
-def layouts() -> tuple[Any, ...]:
-    """Return what a compiled core must know of this form (`pack_with` of core/native)."""
-    assert [name for name, _ in _EVENT_FIELDS] == _PACKED_EVENTS
-    of_all = _PART.layout(), _RESULT.layout(), _RESUME.layout()
-    return *of_all, _OF_RESULT, _OF_EVENTS, _OF_RESUME, _FLAT
-
-
-_PACKED_EVENTS = "kind group hashes blocks domain parent block_size slot start end block_starts reason tier".split()
+_OF_RESULT, _OF_EVENTS, _OF_RESUME = (
+    1001,
+    1002,
+    1003,
+)  # chunks of a part's frame that are frames; `pack.h` of the compiled core has these numbers too
 
 
 # -- decisions ---------------------------------------------------------------------------------------------------------
@@ -487,4 +475,3 @@ def unpack_events(raw: bytes, start: int = 0) -> CacheEvents:
 _EMPTY: dict[str, Any] = {"int": 0, "EventKind": 0, "RemoveReason": 0, "Medium": 0, "str": "", "bytes": b""}
 _EMPTY |= {"Sequence[int]": (), "Sequence[bytes]": ()}
 assert [_EVENT_FIELDS[at][1] for at in (0, -2, -1)] == ["EventKind", "RemoveReason", "Medium"]
-when_compiled(lambda compiled: compiled._native.pack_with(*layouts()))

@@ -4,10 +4,10 @@
 #include "bind_check.h"
 #include "bind_image.h"
 #include "bind_lives.h"
+#include "bind_pack.h"
 #include "bind_reads.h"
 #include "bind_rows.h"
 #include "bind_tiers.h"
-#include "pack_with.h"
 
 namespace kvplane {
 namespace {
@@ -245,7 +245,6 @@ PyMethodDef kMethods[] = {
     {"read_step", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(ReadSentStep)), METH_FASTCALL,
      "Read a step from a message."},
     {"effort", EffortOf, METH_VARARGS, "Estimate the cost of a step that was read."},
-    {"pack_with", PackWith, METH_VARARGS, "Set the layout of packed decisions."},
     {"pack_applied", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(PackApplied)), METH_FASTCALL,
      "Return the decision about the last step, packed."},
     {"pack_events", PackEvents, METH_VARARGS, "Return events, packed."},

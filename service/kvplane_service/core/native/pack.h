@@ -182,77 +182,41 @@ class Frame {
     std::vector<uint8_t> body_;
 };
 
-// The numbers of the fields, which `packing.py` reads from the dataclasses.
-class Packer {
-  public:
-    template <typename Of>
-    using Field = std::pair<std::string_view, void (*)(const Of&, uint32_t, Frame&)>;
-    template <typename Of>
-    using Scalar = std::pair<std::string_view, Int (*)(const Of&)>;
-    template <typename Of>
-    struct Layout {
-        std::vector<Int (*)(const Of&)> scalars;
-        std::vector<std::pair<uint32_t, void (*)(const Of&, uint32_t, Frame&)>> fields;
-    };
+// Numbers of chunks, as in `packing.py`: those of a part's result, its events and its image, and what is added to the
+// number of a list in events for all its entries.
+constexpr uint32_t kOfResult = 1001, kOfEvents = 1002, kOfResume = 1003, kFlat = 100;
 
-    // Reads ([names of scalars], [(name, number) of other fields]). Fails for a name that the core does not know.
-    template <typename Of, size_t N, size_t M>
-    static void Read(PyObject* given, const std::array<Scalar<Of>, N>& scalars, const std::array<Field<Of>, M>& fields,
-                     Layout<Of>* into) {
-        std::vector<std::string> names;
-        std::vector<std::pair<std::string, Int>> numbers;
-        FromPy(At(given, 0), &names);
-        FromPy(At(given, 1), &numbers);
-        *into = Layout<Of>();
-        for (const std::string& name : names) into->scalars.push_back(Find(scalars, name));
-        for (const auto& [name, number] : numbers)
-            into->fields.emplace_back(static_cast<uint32_t>(number), Find(fields, name));
-    }
+template <typename Of>
+using PackedField = void (*)(const Of&, uint32_t, Frame&);
+template <typename Of>
+using Scalar = Int (*)(const Of&);
 
-    template <typename Of>
-    static Frame Pack(const Layout<Of>& layout, const Of& value, size_t num_bytes) {
-        Frame frame(num_bytes);
-        Column scalars;
-        scalars.reserve(layout.scalars.size());
-        for (const auto& read : layout.scalars) scalars.push_back(read(value));
-        frame.Add(0, scalars);
-        for (const auto& [number, add] : layout.fields) add(value, number, frame);
-        return frame;
-    }
-
-    static inline Layout<Part> part;
-    static inline Layout<PartResult> result;
-    static inline Layout<Resume> resume;
-    static inline uint32_t of_result = 0, of_events = 0, of_resume = 0, flat = 0;  // numbers of chunks
-    static inline bool is_ready = false;
-
-  private:
-    template <typename Entry, size_t N>
-    static decltype(Entry::second) Find(const std::array<Entry, N>& known, const std::string& name) {
-        for (const Entry& one : known) {
-            if (one.first == name) return one.second;
-        }
-        Owned::Fail();
-    }
-};
+// The single numbers are the first chunk; fields have the numbers behind.
+template <typename Of, size_t N, size_t M>
+Frame Packed(const std::array<Scalar<Of>, N>& scalars, const std::array<PackedField<Of>, M>& fields, const Of& value,
+             size_t num_bytes) {
+    Frame frame(num_bytes);
+    if constexpr (N > 0) frame.AddNumbers(0, N, [&](size_t at) { return scalars[at](value); });
+    uint32_t number = 0;
+    for (const auto& add : fields) add(value, ++number, frame);
+    return frame;
+}
 
 // How a field of a part or result is packed: `PACK_TIERS` one that there is only with tiers, `PACK_JOBS` one of rows.
-#define PACK_SCALAR(of, path) {#path, [](const of& from) { return static_cast<Int>(from.path); }}
-#define PACK_FIELD(of, path) \
-    {#path, [](const of& from, uint32_t number, Frame& frame) { frame.Add(number, from.path); }}
-#define PACK_BITS(of, path) \
-    {#path, [](const of& from, uint32_t number, Frame& frame) { frame.AddBits(number, from.path); }}
+#define PACK_SCALAR(of, path) [](const of& from) { return static_cast<Int>(from.path); }
+#define PACK_FIELD(of, path) [](const of& from, uint32_t number, Frame& frame) { frame.Add(number, from.path); }
+#define PACK_BITS(of, path) [](const of& from, uint32_t number, Frame& frame) { frame.AddBits(number, from.path); }
 #define PACK_TIERS(path)                                                \
-    {#path, [](const PartResult& from, uint32_t number, Frame& frame) { \
-         if (from.tiers != nullptr) frame.Add(number, from.tiers->path);  \
-     }}
-#define PACK_JOBS(kind, column, name)                                                          \
-    {"orders." #name, [](const PartResult& from, uint32_t number, Frame& frame) {              \
-         if (from.tiers == nullptr || from.tiers->orders.kind.empty()) return;                 \
-         const auto& rows = from.tiers->orders.kind;                                           \
-         frame.AddNumbers(number, rows.size(),                                                 \
-                          [&](size_t at) { return static_cast<uint64_t>(rows[at][column]); }); \
-     }}
+    [](const PartResult& from, uint32_t number, Frame& frame) {         \
+        if (from.tiers != nullptr) frame.Add(number, from.tiers->path); \
+    }
+#define PACK_JOBS(kind, column)                                                               \
+    [](const PartResult& from, uint32_t number, Frame& frame) {                               \
+        if (from.tiers == nullptr || from.tiers->orders.kind.empty()) return;                 \
+        const auto& rows = from.tiers->orders.kind;                                           \
+        frame.AddNumbers(number, rows.size(),                                                 \
+                         [&](size_t at) { return static_cast<uint64_t>(rows[at][column]); }); \
+    }
 
 // Which events of a part are packed.
 enum Share : Int { kAllEvents = 0, kStoredEvents = 1, kOtherEvents = 2 };
@@ -299,9 +263,9 @@ class EventColumns {
         if (!blocks_.empty()) {
             numbers(2, count);
             const size_t num_bytes = sizeof(uint32_t) * (1 + blocks_.size()) + hash_bytes_;
-            frame.AddWritten(2 + Packer::flat, num_bytes, [&](uint8_t* into) { WriteHashes(into); });
+            frame.AddWritten(2 + kFlat, num_bytes, [&](uint8_t* into) { WriteHashes(into); });
             numbers(3, count);
-            frame.Add(3 + Packer::flat, blocks_);
+            frame.Add(3 + kFlat, blocks_);
         }
         if (Any([](const Taken& one) { return one.domain().size != 0; }))
             frame.AddJoined(4, taken_, [](const Taken& one) { return one.domain(); });
@@ -313,7 +277,7 @@ class EventColumns {
         scalar(9, [](const Taken& one) { return one.row->end; });
         if (!starts_.empty()) {
             numbers(10, [](const Taken& one) { return one.has_starts ? one.row->count : 0; });
-            frame.Add(10 + Packer::flat, starts_);
+            frame.Add(10 + kFlat, starts_);
         }
         scalar(11, [](const Taken& one) { return one.row->reason; });
         scalar(12, [](const Taken& one) { return one.medium; });
@@ -370,85 +334,5 @@ class EventColumns {
     BlockList blocks_;
     Column starts_;
 };
-
-// About how many bytes a part and its result take, packed.
-inline size_t BytesToPack(const Part& part, const PartResult& result) {
-    constexpr size_t kOthers = 1 << 10;
-    const size_t of_events = result.answered ? 32 * result.answered->hashes.size() : 0;
-    const size_t hashes = part.facts.hashes.size + part.news.hashes.size + part.prefetch.hashes.size +
-                          part.retain.hashes.size + result.hashed_facts.hashes.size() +
-                          result.hashed_news.hashes.size() + of_events;
-    const size_t blocks = result.new_blocks.ids.size() + result.tables.ids.size() + result.peek_blocks.ids.size();
-    const size_t jobs = result.tiers ? sizeof(uint64_t) * result.tiers->orders.num_values() : 0;
-    return hashes + 4 * blocks + jobs + kOthers;
-}
-
-// pack_applied(core, step, at_ns, took_ns) -> the decision about the step that was applied last, which was read from a
-// message, packed
-inline PyObject* PackApplied(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-    return Guarded([&]() -> PyObject* {
-        Check(count == 4);
-        const Core& core = CoreOf(arguments[0]);
-        PyObject* const object = arguments[1];
-        const Step& step = core.step;
-        Require(core.applied == object && core.is_message && Packer::is_ready, "another step was applied");
-        std::vector<Frame> parts;
-        for (size_t number = 0; number < step.parts.size(); ++number) {
-            const PartResult& result = core.results[number];
-            const size_t num_bytes = BytesToPack(step.parts[number], result);
-            Frame frame = Packer::Pack(Packer::part, step.parts[number], num_bytes);
-            frame.AddFrame(Packer::of_result, Packer::Pack(Packer::result, result, num_bytes));
-            if (result.answered != nullptr) {
-                EventColumns events;
-                events.Add(*result.answered, kAllEvents);
-                frame.AddFrame(Packer::of_events, events.Packed());
-            }
-            if (step.parts[number].resume)
-                frame.AddFrame(Packer::of_resume, Packer::Pack(Packer::resume, *step.parts[number].resume, num_bytes));
-            parts.push_back(std::move(frame));
-        }
-        std::string trace;
-        FromPy(ATTRIBUTE(object, "traceparent").get(), &trace);
-        std::vector<uint64_t> numbers = {static_cast<uint64_t>(Number(ATTRIBUTE(object, "epoch").get()))};
-        for (const Int value : {step.seq, step.part, Int{step.last}, step.executed_through, step.seq, step.part,
-                                core.replica.blocks.pool.executed_through, Number(arguments[2])})
-            numbers.push_back(static_cast<uint64_t>(value));
-        std::array<uint8_t, 8> head;
-        Frame whole(std::accumulate(parts.begin(), parts.end(), size_t{256}, [](size_t sum, const Frame& one) {
-            return sum + one.size();
-        }));
-        whole.AddColumn(0, numbers);
-        whole.AddRaw(1, reinterpret_cast<const uint8_t*>(trace.data()), trace.size());
-        whole.AddFrames(2, parts);
-        auto took = static_cast<uint64_t>(Number(arguments[3]));
-        for (size_t at = head.size(); at-- > 0; took >>= 8) head[at] = static_cast<uint8_t>(took);
-        return whole.ToBytes(head.data(), head.size());
-    });
-}
-
-// pack_events(head, [(events, share, medium)]) -> `head`, and those events behind it, packed
-inline PyObject* PackEvents(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        std::vector<uint8_t> head;
-        FromPy(At(arguments, 0), &head);
-        EventColumns columns;
-        ForEach(At(arguments, 1), [&](PyObject* one) {
-            columns.Add(EventsOf(At(one, 0)), static_cast<Share>(Number(At(one, 1))), Number(At(one, 2)));
-        });
-        Check(Packer::is_ready);
-        return columns.Packed().ToBytes(head.data(), head.size());
-    });
-}
-
-// removals(events) -> removed keys by the number of the reason
-inline PyObject* Removals(PyObject*, PyObject* events) {
-    return Guarded([&]() -> PyObject* {
-        Column counts(kLeftWindow + 1, 0);
-        for (const CacheEvents::Row& row : EventsOf(events).rows) {
-            if (row.kind == kRemoved) counts[static_cast<size_t>(row.reason)] += static_cast<Int>(row.count);
-        }
-        return ToPy(counts);
-    });
-}
 
 }  // namespace kvplane

@@ -312,7 +312,6 @@ class BlockPool : public PoolEvents {
         return true;
     }
 
-    Int CountKeysOf(Int group) const { return keys_of_group[static_cast<size_t>(group)]; }
 
     // A version number that was never used in this page memory, nor in the slots of its tiers.
     uint64_t Draw() {
