@@ -95,7 +95,7 @@ NIGHTLY = {
     "tests/cli/test_replay_command.py::test_replay_with_tiers_says_what_each_one_hit": "three replays",
     "tests/cli/test_replay_command.py::test_replay_takes_a_match_unit": "two replays",
     "tests/cli/test_hung.py::test_hung_store_twins_are_caught": "faults that other tests must find",
-    "tests/conformance/test_steps_session.py::test_steps_command_prints_a_line_per_path": "a command around what is tested",
+    "tests/conformance/test_steps_session.py::test_steps_command_prints_a_line_per_path": "a command around others",
     "tests/engine/test_demo.py::test_demo_gets_hits_equal_tokens_and_says_what_the_cache_saved": "`make demo-engine`",
 }
 

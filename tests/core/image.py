@@ -175,7 +175,6 @@ def _prefer(pool: BlockPool, key: Key, blocks: Sequence[int]) -> None:
     entry = maps[group].get(digest, NULL_BLOCK) if maps is not None else NULL_BLOCK
     if not isinstance(entry, int) and sorted(entry) == sorted(blocks):
         entry[:] = blocks
-        pool.refusals.clear()
 
 
 def _request_image(replica: Replica, slot: int) -> RequestImage:

@@ -33,8 +33,6 @@ class Engine:
         self.parts = self.preempted = self.decoded = self.loads = self.load_after = 0
 
     def run_step(self):
-        if self.random.random() < 0.5:  # a refusal that the follower has not stored must be found again
-            self.follower.coordinator.pool.refusals.clear()
         step = self.step = OpenStep(self.replica, self.executed)
         self.ran: set[int] = set()
         for _ in range(self.random.randint(1, 9)):

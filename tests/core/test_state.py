@@ -130,7 +130,7 @@ def test_every_attribute_is_exported_or_named_as_a_setting(mix):
     groups, changes = ROW_MIXES[mix]
     replica = Replica(replica_spec(*groups, **changes))
     derived = {"num_blocks", "enable_caching", "with_events", "free", "key", "more_keys", "index", "lazy_keys",
-               "num_groups", "stamped", "_stamp_base", "events", "refusals", "residency", "retained"}  # fmt: skip
+               "num_groups", "stamped", "_stamp_base", "events", "residency", "retained"}  # fmt: skip
     pool: BlockPool = replica.coordinator.pool
     statistics = {*state_entries.POOL_STATISTICS, *state_entries.POOL_STATISTICS_COLUMNS}
     assert vars(pool).keys() == derived | statistics | {*state_entries.POOL_COLUMNS, *state_entries.POOL_VALUES}

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvplane.base.groups import CommitRule, ReplicaSpec
-from kvplane.base.step import UNLIMITED
 from kvplane_service.core.interface import Hit
 from kvplane_service.core.managers import GroupManager
 from kvplane_service.core.managers.base import FOREVER
@@ -104,16 +103,6 @@ class PrefixLookup:
     def num_groups(self) -> int:
         """Number of groups of the replica, including groups that are never cached."""
         return len(self._managers)
-
-    def keys_asked(self, hit: Hit, digests: Sequence[bytes], limit: int) -> Sequence[bytes]:
-        """Return the digests that a hit of at most `limit` tokens depends on: registering or removing a key with any
-        other digest cannot change the hit.
-        """
-        if limit < UNLIMITED or not self._classes or not self._classes[0].downward_closed:
-            return digests  # the search starts at the end, or one without the limit reads behind the hit
-        # Safe: the first class bounds the others, and each reads at most one block, and what it drops, past its length.
-        longest = max(hit.num_tokens, hit.single_group_hit) + 3 * max(one.block_size for one in self._managers)
-        return digests[: -(-longest // self._spec.hash_block_size)]
 
 
 class Search:

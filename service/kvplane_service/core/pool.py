@@ -20,7 +20,6 @@ from kvplane_service.core.interface import INSIDE
 from kvplane_service.core.key_maps import LAZY_KEY, DigestMap, new_map
 from kvplane_service.core.keys import NULL_BLOCK, Key
 from kvplane_service.core.keytable import KeyTable
-from kvplane_service.core.refusals import Refusals
 from kvplane_service.core.retained import RetainedBlocks
 
 
@@ -58,7 +57,6 @@ class BlockPool:
         self.executed_through = 0
         self.registered: list[tuple[int, Key]] = []  # (block, key) since InFlightTracker last cleared it
         self.events = CacheEvents()
-        self.refusals = Refusals()
         self.reserved: list[int] = []  # blocks that are never released (sinks)
         self.busy: set[int] = set()  # blocks that loads of earlier engine lives may still write; each has one reference
         self.num_evictable = 0  # free blocks with a key
@@ -131,8 +129,6 @@ class BlockPool:
                 self.retained.leave_free(block)
                 key = self.key[block]
                 self.num_evictable -= key is not None
-                if block in self.refusals.by_block:
-                    self.refusals.forget_blocks([block])
                 if key is LAZY_KEY:
                     self.move_to_index(block)
             references[block] += 1
@@ -158,8 +154,6 @@ class BlockPool:
             self.free.prepend(unkeyed)
         if keyed:
             self.num_evictable += len(keyed)
-            if self.refusals.by_block:
-                self.refusals.forget_blocks(keyed)
             (self.free.append_left_window if left_window else self.free.append)(self.retained.enter(keyed))
 
     def note_use(self, blocks: Iterable[int], step: int) -> None:
@@ -301,8 +295,6 @@ class BlockPool:
 
     def _add_to_index(self, block: int, key: Key) -> None:
         domain, group, digest = key
-        if digest in self.refusals.by_digest:
-            self.refusals.forget_keys((key,))
         maps = self.index.get(domain)
         if maps is None:
             maps = self.index[domain] = [new_map(self.num_blocks) for _ in range(self.num_groups)]
@@ -326,8 +318,6 @@ class BlockPool:
             keys = [primary, *self.more_keys.pop(block, ())]
             for key in keys:
                 self._forget(block, key)
-        if self.refusals.by_digest:
-            self.refusals.forget_keys(keys)
         self.free.forget((block,))
         if self.retained.of_key:
             self.retained.note_lost(block, keys)
@@ -350,7 +340,6 @@ class BlockPool:
         """Mark blocks, given as a list and as an array, as having no key: their only keys are in no index any more, and
         the free list has forgotten them.
         """
-        self.refusals.clear()
         key = self.key
         for block in blocks:
             key[block] = None

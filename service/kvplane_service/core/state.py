@@ -30,7 +30,7 @@ by slot or by group; a set or dict is keyed by one of these.
     manager     repeated, by group: the attributes in the manager's STATE
     counters, residency, pool_counters, group_counters and, per column, ages of blocks: statistics, which decide nothing
 
-Left out: stored refusals, on which no decision depends; what is empty between two steps (orders and events); and what
+Left out: what is empty between two steps (orders and events); and what
 is derived (the bounds of the fast path, the index of keys). So two cores that decided equally have equal bytes.
 """
 

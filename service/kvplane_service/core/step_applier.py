@@ -28,7 +28,6 @@ from kvplane_service.core.coordinator import Admission, Coordinator, Growth
 from kvplane_service.core.in_flight import InFlightTracker
 from kvplane_service.core.interface import Hit
 from kvplane_service.core.part_rows import admit_rows
-from kvplane_service.core.refusals import Refusal, RequestVersion
 from kvplane_service.core.requests import Requests
 from kvplane_service.core.split import NEVER
 from kvplane_service.core.tiers.loads import Choice, TierLoads
@@ -270,23 +269,9 @@ class StepApplier:
         if self._requests.running[slot] or self._requests.held[slot]:
             status = AdmitStatus.NOT_WAITING
         else:
-            status = self._refused_before(row, at) or self._admit_row(row, at)
+            status = self._admit_row(row, at)
         result.admit_status[at] = int(status)
         return status
-
-    def _refused_before(self, row: AdmitRow, at: int) -> AdmitStatus | None:
-        """Return the status of the last refusal of this row, if it still holds; None if the row must be looked up."""
-        pool, slot = self._blocks.pool, row.slot
-        refused = pool.refusals.find(slot)
-        if refused is None or pool.num_free >= refused.free_wanted or refused.row != row:
-            return None
-        if refused.runs != (self._requests.num_running > 0) or refused.asked != self._asked(slot):
-            return None
-        if self._room() < refused.room or slot in self._requests.loading:
-            return None
-        self._result.admit_hit[at] = refused.hit.num_tokens
-        self._set_single_group_hit(row, at, refused.hit.single_group_hit)
-        return refused.status
 
     def _set_single_group_hit(self, row: AdmitRow, at: int, found: int) -> None:
         """Report the single-group hit that the look-up found, and set that of the request: as the row gives it, or as
@@ -296,24 +281,8 @@ class StepApplier:
         given = row.single_group_hit
         self._requests.single_group_hit[row.slot] = found if given == UNLIMITED else given
 
-    def _note_refusal(self, row: AdmitRow, hit: Hit, free_wanted: int, status: AdmitStatus) -> None:
-        """Store a refusal, unless the budget limited the row: with another budget the row could need fewer blocks, and
-        fit.
-        """
-        requests, slot = self._requests, row.slot
-        room = requests.num_tokens[slot] + row.extra
-        if self._room() >= room:
-            keys = self._blocks.lookup.keys_asked(hit, requests.content[slot].digests, row.hit_limit)
-            blocks = [block for blocks in hit.blocks for block in blocks]
-            refused = Refusal(self._asked(slot), row, requests.num_running > 0, free_wanted, room, hit, status)
-            self._blocks.pool.refusals.note(slot, refused, keys, blocks)
-
-    def _asked(self, slot: int) -> RequestVersion:
-        requests = self._requests
-        return RequestVersion(requests.serial[slot], requests.num_tokens[slot], len(requests.content[slot].digests))
-
     def _admit_row(self, row: AdmitRow, at: int) -> AdmitStatus:
-        requests, result, unaligned, slot = self._requests, self._result, self.unaligned_chunks, row.slot
+        requests, result, slot = self._requests, self._result, row.slot
         if slot in requests.loading:
             return AdmitStatus.DEFERRED
         hit = self._blocks.find_hit(slot, row.hit_limit)
@@ -344,11 +313,7 @@ class StepApplier:
         if free_wanted > self._blocks.pool.num_free:
             if free_wanted >= NEVER and self._blocks.pool.is_unused and self._blocks.give_up(hit):
                 return self._admit_row(row, at)  # with a shorter hit, if the row permits it
-            status = self._refusal(row)
-            noted = not row.flags & LOAD and free_wanted < NEVER  # neither what tiers have nor whole superblocks
-            if self.unaligned_chunks == unaligned and noted:
-                self._note_refusal(row, hit, free_wanted, status)
-            return status
+            return self._refusal(row)
         self.new_blocks = new = self._blocks.admit(admission)
         requests.start(slot)
         requests.computed[slot] = start + wanted
