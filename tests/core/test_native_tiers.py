@@ -11,11 +11,9 @@ from random import Random
 
 import pytest
 
-from kvplane.base.decode_rows import DecodeRows
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import EvictionPolicy, SavePolicy, TierKind, TierSpec
 from kvplane.base.step import Admit, Cache, News, Part, RowFlag, Step
-from kvplane.base.when_read import made_of
 from kvplane_service.core import loader
 from kvplane_service.core.loading import load_state
 from kvplane_service.core.open_step import OpenStep
@@ -108,18 +106,6 @@ def test_the_state_survives_the_way_through_the_compiled_core():
         first.epoch, first.seq + 1, [Part(cache=Cache(jobs_done=first.tiers.jobs.numbers()))], 0, True, first.seq
     )
     assert native.NativeReplica.of(first).apply(end).parts == first.apply(end).parts
-
-
-def test_jobs_end_that_come_with_the_packed_rows_of_a_decode_step(twins):
-    engine = Mover(full())
-    engine.save(TEXT)
-    engine.admit(2, "xy")
-    (job,) = engine.ask(3, TEXT + "z").result.admit_job
-    message = array("I", builders.tokens("q")).tobytes()
-    rows = DecodeRows(array("I", [2]), message, True, 0, 1, 0, jobs_done=array("Q", [job]))
-    assert engine.step(made_of(Part, rows))[0].granted == [1]
-    assert not engine.tiers.jobs.loads
-    assert engine.run(3).granted == [1]
 
 
 @pytest.mark.parametrize("shown", [True, False], ids=["stamps", "no stamps"])

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import replace
 
 import pytest
 
-from kvplane.base.decode_rows import rows_of
 from kvplane.base.groups import GroupKind, GroupSpec, TierKind, TierSpec
 from kvplane.base.step import Admit, Budget, Cache, End, Facts, News, OnRefusal, Part, Peek, Resume, RowFlag, Run, Step
-from kvplane.session.builder import StepBuilder
 from kvplane_service.replicas import applying
 from tests.service.hosts import BLOCK, HostWorld, spec_of
 
@@ -75,20 +72,6 @@ def test_effort_of_a_step_decides_whether_it_is_long(busy, part, is_long, monkey
     assert (busy.effort(part) > MANY) == is_long
     monkeypatch.setattr(applying, "MOST_INLINE_NS", MANY * busy.world.host.replica.unit_ns)
     assert busy.world.host.steps.is_long(Step(1, 1, [part])) == is_long
-
-
-@pytest.mark.parametrize("hashed", [False, True])
-@pytest.mark.parametrize("extra", [0, 1, 4096])
-def test_effort_of_packed_rows_is_that_of_their_sections(busy, hashed, extra):
-    builder = StepBuilder(busy.decoding, hashed=hashed)
-    builder.extra[:] = array("i", [extra] * len(builder))
-    for row in range(0, 256 * hashed, 3):
-        builder.add_hash(row, bytes(32))
-    part = builder.part()
-    packed = busy.effort(part)
-    assert part.run.slot  # makes the sections
-    assert rows_of(part) is None
-    assert busy.effort(part) == packed
 
 
 def test_effort_of_a_step_is_the_sum_of_its_parts(busy):

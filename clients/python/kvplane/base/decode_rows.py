@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvplane.base.sections import Cache, Facts, Run
-from kvplane.base.when_read import PACKED
+from kvplane.base.sections import Facts, Run
 
 
 @dataclass(slots=True, eq=False)
@@ -29,7 +28,6 @@ class DecodeRows:
         num_extra: entries of `extra`; 0 = it is 0 in all rows.
         num_hashes: of each row, of an engine that gives hashes; empty = none is given.
         hashes: of the blocks that the tokens complete, joined.
-        jobs_done: of the section `cache`, which has nothing else.
     """
 
     slots: array[int]
@@ -40,7 +38,6 @@ class DecodeRows:
     num_extra: int
     num_hashes: array[int] = field(default_factory=partial(array, "I"))
     hashes: bytes = b""
-    jobs_done: array[int] = field(default_factory=partial(array, "Q"))
 
     def __len__(self) -> int:
         """Return the number of tokens."""
@@ -54,25 +51,10 @@ class DecodeRows:
         """Return a copy of the column `extra`."""
         return array("i", self.message[len(self.message) - 4 * self.num_extra :])
 
-    def without_tokens(self) -> DecodeRows:
-        """Return the rows without the ids of tokens, for a log. Their `message` is no message."""
-        extra = self.message[len(self.message) - 4 * self.num_extra :]
-        given = self.num_hashes, self.hashes, self.jobs_done
-        return DecodeRows(self.slots, extra, self.appended, 0, 0, self.num_extra, *given)
-
     def unpacked(self) -> Mapping[str, object]:
         """Return the sections, by name. They are copies."""
         made: dict[str, object] = {"run": Run(self.slots[:], self.extra_tokens())}
         if self.appended:
             ones, tokens = array("I", [1]) * len(self.slots), self.appended_tokens()
             made["facts"] = Facts(self.slots[:], [], ones, tokens, self.num_hashes[:], self.hashes)
-        if self.jobs_done:
-            made["cache"] = Cache(jobs_done=self.jobs_done.tolist())
         return made
-
-
-def rows_of(part: object) -> DecodeRows | None:
-    """Return the rows of a part that has nothing but them; None if its sections were made, or it has others."""
-    given = vars(part)
-    packed = given.get(PACKED) if len(given) == 1 else None
-    return packed if type(packed) is DecodeRows else None

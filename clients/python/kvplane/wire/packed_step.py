@@ -26,7 +26,7 @@ from kvplane.wire.tables import FACTS, RUN
 _IS_LITTLE = sys.byteorder == "little"
 _BYTES = 2  # wire type of packed columns, texts and messages
 _SMALL = [bytes([number]) for number in range(128)]
-_NO_COUNTS, _NO_JOBS = array("I"), array("Q")
+_NO_COUNTS = array("I")
 
 
 def _tag(message: Any, name: str, wire_type: int = _BYTES) -> bytes:  # noqa: ANN401
@@ -143,9 +143,7 @@ class RowsWriter:
         """Return rows with these columns, arrays of u32 and i32; an empty one is not sent."""
         facts, run = self._facts if appended else b"", self._run_with_extra if extra else self._run
         message = b"".join((facts, tokens, run, extra))
-        return DecodeRows(
-            self._slots, message, appended, len(facts), len(tokens), len(extra), _NO_COUNTS, b"", _NO_JOBS
-        )
+        return DecodeRows(self._slots, message, appended, len(facts), len(tokens), len(extra), _NO_COUNTS, b"")
 
     def hashed(self, num_hashes: array[int], hashes: bytes, extra: array[int]) -> DecodeRows:
         """Return rows of requests that got tokens, with the hashes of the blocks that these complete."""
