@@ -140,6 +140,7 @@ class Answer(NamedTuple):
         events, tier_events: of each part.
         marks: what followers of the decision log must read: the sum of COUNTED and FOLLOWED.
         published_through: as in `StepResult`.
+        grown: of each part the hashes that running requests got: slots, numbers of hashes, each u32, and the hashes.
     """
 
     message: bytes
@@ -147,6 +148,7 @@ class Answer(NamedTuple):
     tier_events: tuple[Sequence[CacheEvent], ...]
     marks: int
     published_through: int
+    grown: tuple[tuple[bytes, bytes, bytes] | None, ...]
 
 
 COUNTED, FOLLOWED = 1, 2

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kvplane_service.decisions.log import Entry
 
 _Words: TypeAlias = npt.NDArray[np.uint64]
+_Column: TypeAlias = Sequence[int] | npt.NDArray[Any]
 
 SIZES = ((1, 8), (1, 4), (1, 2), (3, 4), (1, 1), (3, 2), (2, 1), (3, 1), (4, 1))  # parts of the pool
 DEPTH = SIZES[-1][0]  # of the ghost, in pools
@@ -86,7 +87,7 @@ class GhostLru:
         self._requests: dict[int, _Request] = {}
         self._half_after = _KEPT_POOLS * depth // DEPTH
         self._num_blocks = self._num_tokens = self._num_sampled = 0
-        self._late: list[tuple[Sequence[int], Sequence[int], bytes]] = []  # what `_appended` is given, of decode steps
+        self._late: list[tuple[_Column, _Column, bytes]] = []  # what `_appended` is given, of decode steps
 
     def add(self, entry: Entry) -> None:
         """Follow one entry of the decision log."""
@@ -99,6 +100,9 @@ class GhostLru:
                 self._stack.clear()
             return
         if isinstance(entry.result, SentResult) and not entry.result.marks & FOLLOWED:
+            for one in entry.result.grown:
+                if one is not None:
+                    self._grow(np.frombuffer(one[0], "<u4"), np.frombuffer(one[1], "<u4"), one[2])
             return
         for part, result in zip(entry.step.parts, entry.result.parts, strict=True):
             facts, news = part.facts, part.news
@@ -133,9 +137,7 @@ class GhostLru:
         facts = part.facts
         if not (facts.end or part.news.slot or part.admit.slot or result.reset_done or result.preempted):
             if facts.hashes:
-                self._late.append((facts.slot, facts.num_hashes, facts.hashes))
-            if len(self._late) >= _MOST_LATE:
-                self._catch_up()
+                self._grow(facts.slot, facts.num_hashes, facts.hashes)
             return
         self._catch_up()
         if part.facts.hashes or part.facts.end:
@@ -149,6 +151,11 @@ class GhostLru:
         for slot, status in zip(part.admit.slot, result.admit_status, strict=True):
             if status == AdmitStatus.GRANTED and slot in self._requests:
                 self._admit(self._requests[slot])
+
+    def _grow(self, slots: _Column, counts: _Column, hashes: bytes) -> None:
+        self._late.append((slots, counts, hashes))
+        if len(self._late) >= _MOST_LATE:
+            self._catch_up()
 
     def _facts(self, facts: Facts) -> None:
         self._appended(facts.slot, facts.num_hashes, facts.hashes)
@@ -165,9 +172,7 @@ class GhostLru:
             self._late = []
             self._appended(np.concatenate(slots), np.concatenate(counts, dtype=np.int64), b"".join(hashes))
 
-    def _appended(
-        self, slots: Sequence[int] | npt.NDArray[Any], counts: Sequence[int] | npt.NDArray[np.int64], hashes: bytes
-    ) -> None:
+    def _appended(self, slots: _Column, counts: _Column, hashes: bytes) -> None:
         words, at = self._sampled(hashes)
         if len(at):
             rows = np.searchsorted(np.cumsum(counts), at, side="right").tolist()

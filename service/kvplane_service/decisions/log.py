@@ -221,6 +221,8 @@ def hashed_step(decision: Decision, digest_size: int) -> Step:
 
 def hashed_part(part: Part, result: PartResult, size: int) -> Part:
     """Return a part as an engine that hashes tokens itself would have sent it, see `hashed_step`."""
+    if not (result.hashed_facts or result.hashed_news):
+        return part
     facts, news = part.facts, part.news
     if result.hashed_facts:
         facts = _hashed_facts(facts, result.hashed_facts, size)

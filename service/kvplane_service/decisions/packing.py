@@ -56,6 +56,7 @@ from kvplane_service.core.cache_events import CacheEvents, runs_of
 
 _TOOK, _COUNT = struct.Struct(">Q"), struct.Struct("<I")
 _CODES = "IiQq"  # types of columns whose numbers do not fit into bytes, smallest first
+_BYTES = ord("B")  # code of a column of bytes
 _RAW = 0  # code of a chunk that is not a column
 _COLUMN_KINDS = ("MutableSequence[int]",)
 _TOKENS = frozenset({"facts.tokens", "news.tokens"})
@@ -124,7 +125,9 @@ def _pieces(values: Iterable[Sequence[_T]]) -> Packing[list[Sequence[_T]]]:
 
 
 def _numbers(chunk: tuple[int, bytes] | None) -> list[int]:
-    return array(chr(chunk[0]), chunk[1]).tolist() if chunk else []
+    if not chunk:
+        return []
+    return list(chunk[1]) if chunk[0] == _BYTES else array(chr(chunk[0]), chunk[1]).tolist()
 
 
 def _join(values: Sequence[bytes]) -> bytes:

@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from typing import TypeAlias
 
-from kvplane import wire
 from kvplane.base.step import CacheEvent, Part, PartResult, Step, StepResult
-from kvplane.v1 import allocation_pb2 as pb
+from kvplane.wire.stream import bytes_of
 from kvplane_service.core.interface import BEGINS, RESUMES, SCHEDULES, Answer, ReadStep
 from kvplane_service.decisions.packing import Unpacked, unpack_decision
 
@@ -94,15 +93,15 @@ class SentResult(StepResult):
 
     Attributes:
         message: of the session.
-        events, tier_events, marks: see `Answer`.
+        events, tier_events, marks, grown: see `Answer`.
         with_events: whether `parts` have the events.
     """
 
-    __slots__ = ("_record", "events", "marks", "message", "tier_events", "with_events")
+    __slots__ = ("_record", "events", "grown", "marks", "message", "tier_events", "with_events")
 
     def __init__(self, step: Step, answer: Answer) -> None:
         self.seq, self.part, self.published_through = step.seq, step.part, answer.published_through
-        self.message, self.marks = answer.message, answer.marks
+        self.message, self.marks, self.grown = answer.message, answer.marks, answer.grown
         self.events, self.tier_events = answer.events, answer.tier_events
         self._record: Record | None = None
         self.with_events = True
@@ -137,7 +136,7 @@ def sent(step: Step, read: Reader | None, same: SentStep | None = None) -> Step:
     if same is not None:
         same._made = step.parts
         return same
-    message = pb.SessionRequest(step=wire.encode_step(step)).SerializeToString()
+    message = bytes_of(step)
     found = read(message)
     assert found is not None, "a core reads what this version writes"
     return SentStep(found, message, lambda _: step.parts)
