@@ -11,6 +11,7 @@ from collections.abc import Callable
 from kvplane.base.errors import KvplaneError, OtherWriter, StaleEpoch, Unavailable
 from kvplane.base.session import Opened, OpenRequest
 from kvplane.base.step import Step, StepResult
+from kvplane_service.decisions.sent import result_with
 from kvplane_service.replicas.host import ReplicaHost
 
 # Steps are passed by reference and never repeated, so no fingerprint is needed.
@@ -46,7 +47,8 @@ class InProcessTransport:
         if self._host is None or self._ended is not None:
             return
         try:
-            self._answers.append(self._host.step(self._nonce, step, _NO_FINGERPRINT))
+            result = self._host.step(self._nonce, step, _NO_FINGERPRINT)
+            self._answers.append(result_with(result, result.parts))
         except (StaleEpoch, OtherWriter) as error:
             self._end(error)
         except KvplaneError as error:
