@@ -7,8 +7,8 @@ from typing import Protocol
 
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.step import Part, PartResult, Step
-from kvplane_service.core import loader
 from kvplane_service.core.inspect import check, take_snapshot
+from tests.core.compared import new_replica
 from tests.core.specification import specification_of
 
 CHECK_EVERY = 50
@@ -59,7 +59,7 @@ class InProcessPath:
     """Calls the core directly; checks its invariants after every `check_every` parts."""
 
     def __init__(self, spec: ReplicaSpec, check_every: int = CHECK_EVERY) -> None:
-        self.replica = loader.new_replica(spec)
+        self.replica = new_replica(spec)
         self._check_every = check_every
         self._seq, self._part = 1, 0
         self.messages = 0

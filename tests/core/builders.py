@@ -7,7 +7,6 @@ the one door `Replica.apply`, and the invariants are checked after it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,13 +32,16 @@ from kvplane.base.step import (
     Run,
     Step,
 )
-from kvplane_service.core import inspect, loader
+from kvplane_service.core import inspect
 from kvplane_service.core.interface import INSIDE, Hit
 from kvplane_service.core.managers.questions import Query
+from kvplane_service.core.open_step import OpenStep
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.setup import states_for_drafts
 from kvplane_service.core.state import digest as state_digest
-from kvplane_service.core.twin import TwinReplica
+from tests.core.compared import ComparedCores, changed, compared, new_replica
+
+__all__ = ["changed", "compared", "new_replica"]
 
 GRANTED, REFUSED, DEFERRED = AdmitStatus.GRANTED, AdmitStatus.REFUSED, AdmitStatus.DEFERRED
 STALE_HIT, NO_ROOM, NEVER_FITS = AdmitStatus.STALE_HIT, AdmitStatus.NO_ROOM, AdmitStatus.NEVER_FITS
@@ -119,16 +121,12 @@ def most_drafts(spec: ReplicaSpec) -> int:
     return 2 if states is None else min(states, 2)
 
 
-def new_replica(spec: ReplicaSpec) -> Replica:
-    """The Python core, whose inside tests read; with KVPLANE_CORE=twin its steps are also the compiled core's."""
-    return with_twin(Replica(spec))
-
-
-def with_twin(replica: Replica) -> Replica:
-    """A replica with this state, as `new_replica` makes them."""
-    if os.environ.get(loader.VARIABLE) != "twin":
-        return replica
-    return TwinReplica(replica, loader._required().NativeReplica.of, loader.CHECK_EVERY)
+def open_step(replica: Replica, executed_through: int) -> OpenStep:
+    """Begin the next step, whose rows are applied one by one."""
+    if isinstance(replica, ComparedCores):
+        step: OpenStep = replica.open_step(executed_through)
+        return step
+    return OpenStep(replica, executed_through)
 
 
 def fake_digest(number: int) -> bytes:

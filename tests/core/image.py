@@ -14,11 +14,9 @@ from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
-import pytest
-
-from kvplane.base.errors import FailedPrecondition, KvplaneError
+from kvplane.base.errors import FailedPrecondition
 from kvplane.base.groups import ReplicaSpec
-from kvplane.base.step import Orders, Part, Resume, Step, StepResult
+from kvplane.base.step import Orders, Part, Resume, Step
 from kvplane_service.core.contents import Content
 from kvplane_service.core.entries import Entries
 from kvplane_service.core.eviction import TurnTailList, WindowTailList
@@ -30,14 +28,9 @@ from kvplane_service.core.policies import HazardList
 from kvplane_service.core.pool import BlockPool
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.split import SplitList
-from kvplane_service.core.state import digest as state_digest
 from kvplane_service.core.state_entries import policy_state
+from tests.core.compared import compared
 from tests.core.images import values_of
-
-try:
-    from kvplane_service.core import native
-except ImportError:  # it is not compiled
-    native = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +109,7 @@ def replica_of(image: Image, epoch: int, shown: Sequence[int]) -> tuple[Replica,
         replica.requests.request_id[one.slot], replica.requests.domain[one.slot] = one.request_id, one.domain
         replica.requests.skip_reading[one.slot] = one.skip_reading
         replica.requests.num_prompt[one.slot] = one.num_prompt
-    (result,) = apply_on_both(replica, Step(epoch, 1, [Part(resume=image.resume)])).parts
+    (result,) = compared(replica).apply(Step(epoch, 1, [Part(resume=image.resume)])).parts
     free = replica.coordinator.pool.free
     for key, blocks in image.shared:
         _prefer(replica.coordinator.pool, key, blocks)
@@ -133,32 +126,7 @@ def replica_of(image: Image, epoch: int, shown: Sequence[int]) -> tuple[Replica,
         *learnt, hints = deepcopy(others)
         replica.requests.hints = {slot: hint for slot, hint in hints.items() if replica.requests.is_live(slot)}
         free.load(learnt)
-    return replica, result.orders
-
-
-def apply_on_both(replica: Replica, step: Step) -> StepResult:
-    """Apply a step, also on a compiled core with the replica's state: its answer, refusal and state are the same."""
-    core = None if native is None else native.NativeReplica.of(replica)
-    try:
-        result = replica.apply(step)
-    except KvplaneError as error:
-        if core is not None:
-            before, said = state_digest(core), _words(error)
-            with pytest.raises(type(error)) as refused:
-                core.apply(step)
-            assert _words(refused.value) == said
-            assert state_digest(core) == before
-        raise
-    if core is not None:
-        assert core.apply(step) == result
-        assert state_digest(core) == state_digest(replica)
-        for _ in core.check_in_slices():
-            pass
-    return result
-
-
-def _words(error: KvplaneError) -> tuple[str, ...]:
-    return error.message, error.field, error.remedy
+    return compared(replica), result.orders
 
 
 def _eviction_of(replica: Replica) -> tuple[int, dict[int, int], list[Any]]:

@@ -1,34 +1,40 @@
-"""`python -m tests.core.native_faults [NAME ...]`: plants faults in the compiled core, and says which check finds each.
+"""`python -m tests.core.native_faults [NAME ...]`: plants faults in the compiled core, and says which test finds each.
 
-A fault replaces one expression or statement of a C++ file. All are compiled into one private library, in which the
-variable KVPLANE_FAULT switches one on, and each runs in a process of its own: the random engines of
-`tests/core/test_native.py` with its seeds, its cases, then the programs of `tests/fuzz/test_steps.py`. Exit 1 if one is
-not found.
+A fault replaces one expression or statement of a C++ file. All are compiled into one private library, in which a number
+switches one on, and the tests of `tests/core` run with each in a process of its own, until one fails; then programs of
+`tests/fuzz`. Exit 1 if one is not found.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from functools import partial
-from itertools import product
+from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
+
+import pytest
 
 import native_build
 from tests.core import native_builds
 
-VARIABLE = "KVPLANE_FAULT"
-NONE = "no fault"
+VARIABLE = "KVPLANE_FAULTS"  # the library, in the process that has it
 SWITCH = """
-#include <cstdlib>
-namespace kvplane {
-inline const int kFault = std::atoi(std::getenv("KVPLANE_FAULT"));
-}
+extern "C" __attribute__((visibility("default"), used)) inline int kvplane_fault = 0;
+#define kFault kvplane_fault
 """
+MOST_S = 900  # of a process
+LEFT_OUT = (  # of the sources of the library, and of these faults
+    "tests/core/test_native.py::test_the_library_is_compiled_from_the_sources_of_this_tree",
+    "tests/core/test_native_damage.py",
+    "tests/core/test_native_faults.py",
+)
 
 
 class Fault(NamedTuple):
@@ -329,8 +335,6 @@ FAULTS = [
     Fault("a slot keeps the tokens of the request before", "requests.h", "num_pending[slot] = 0;", ""),
     Fault("late hashes of the engine are dropped", "facts.h",
           "AddExpected(facts.slot[row], given_.Of(row), given_.digest_size);", ";"),
-    Fault("packed rows lose their drafts", "read_step.h", "run.extra[row] = value;", ""),
-    Fault("packed rows keep the flags of the step before", "read_step.h", "facts = Facts();", ""),
     Fault("negative numbers are packed without a sign", "pack.h", "Store<int32_t>('i', number, count, number_at)",
           "Store<uint32_t>('I', number, count, number_at)"),
     Fault("parents of events are packed as hashes", "pack.h", "hash += row.parent_size != 0;", ""),
@@ -393,98 +397,82 @@ def build() -> Path:
     return path
 
 
-def checks() -> Iterator[tuple[str, object]]:
-    """What the tests run, check by check."""
-    from kvplane_service.core import loader
-    from tests.core import (
-        test_image,
-        test_native_hashes,
-        test_native_images,
-        test_native_tiers,
-        test_open_step,
-        test_tier_contents,
-    )
-    from tests.core.builders import REFERENCE, SAFE
-    from tests.core.paired_rows import paired
-    from tests.core.test_native import CASES
-    from tests.core.test_page_contents import ALL_MIXES, ENDS_INSIDE, MIXES, run
-    from tests.core.test_step_law import MIXES as LAW_MIXES
-    from tests.core.tier_engine import small_pools
+class Play:
+    """A plugin of pytest: what is collected is run once per fault, in a process of its own, until a test fails."""
+
+    def __init__(self, library: Path, chosen: Sequence[str]) -> None:
+        self._switch = ctypes.c_int.in_dll(ctypes.CDLL(str(library)), "kvplane_fault")
+        self._chosen, self._failed = chosen, ""
+        self.is_good = True
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Print a row per fault."""
+        for number, fault in enumerate(FAULTS, start=1):
+            if self._chosen and fault.name not in self._chosen:
+                continue
+            found = self._find(number, ordered(session.items, fault))
+            print(f"| {fault.name} | {fault.file} | {found or 'nothing'} |", flush=True)
+            self.is_good &= bool(found)
+        return True
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note the test that fails."""
+        if report.failed and not self._failed:
+            self._failed = report.nodeid
+
+    def _find(self, number: int, items: Sequence[pytest.Item]) -> str:
+        readable, writable = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            self._switch.value = number
+            signal.alarm(MOST_S)
+            os.write(writable, (self._run(items) or fuzzed()).encode())
+            os._exit(0)
+        os.close(writable)
+        with os.fdopen(readable) as pipe:
+            found = pipe.read()
+        _, status = os.waitpid(child, 0)
+        return found if status == 0 else f"the process ended with {os.waitstatus_to_exitcode(status)}"
+
+    def _run(self, items: Sequence[pytest.Item]) -> str:
+        for item, following in zip_longest(items, items[1:]):
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            if self._failed:
+                break
+        return self._failed
+
+
+def ordered(items: Sequence[pytest.Item], fault: Fault) -> list[pytest.Item]:
+    """Return the tests, those first whose file has a word of the name of the fault's file."""
+    words = {word[:5] for word in re.split(r"[/_.]", fault.file) if len(word) > 3}
+    return sorted(items, key=lambda item: not words & {word[:5] for word in item.path.stem.split("_")})
+
+
+def fuzzed() -> str:
+    """Return the first program of tests/fuzz that finds a difference; "" if none does."""
     from tests.fuzz import steps
-    from tests.service import test_packed_twins
-    from tests.service.test_packed_twins import packed_twins
 
-    counts = test_native_images.test_counts_of_an_image_take_no_memory_before_their_bytes_are_there
-    yield counts.__name__, counts
-    for name in test_native_images.DAMAGES:
-        yield name, partial(test_native_images.test_a_damaged_image_is_refused_by_the_name_of_its_field, name)
-    with steps.twin_engines():
-        for seed in range(6):  # of tests/core/test_native.py
-            for mix in ALL_MIXES:
-                yield f"{mix}, seed {seed}", lambda mix=mix, seed=seed: run(mix, seed)
-        for mix, seed in ENDS_INSIDE:
-            yield f"{mix}, seed {seed}", lambda mix=mix, seed=seed: run(mix, seed)
-        for seed in range(3):  # of tests/core/test_native_tiers.py
-            for mix in MIXES:
-                yield f"tiers of {mix}, seed {seed}", partial(test_tier_contents.run, mix, seed, 80)
-    in_slices = test_native_images.test_an_image_is_written_in_slices_between_which_nothing_changes
-    for case in (*CASES, in_slices):
-        yield case.__name__, case
-    for mix, seed in product(ALL_MIXES, range(4)):
-        yield f"image of {mix}, seed {seed}", partial(test_image.decides_as_before, mix, seed)
-        yield f"changed image of {mix}, seed {seed}", partial(test_image.meets_changed_images, mix, seed)
-    os.environ[loader.VARIABLE] = "twin"
-    with small_pools():
-        survives = test_native_tiers.test_the_state_survives_the_way_through_the_compiled_core
-        for case in (*test_native_tiers.CASES, survives):
-            yield case.__name__, case
-    del os.environ[loader.VARIABLE]
-    with paired():
-        for seed in range(6):  # of tests/core/test_native_rows.py
-            for mix, commit in product(LAW_MIXES, (SAFE, REFERENCE)):
-                play = partial(test_open_step.play, mix, commit, seed)
-                yield f"rows of {mix}, {commit.name}, seed {seed}", play
-    for seed in range(6):  # of tests/core/test_native_hashes.py
-        yield f"hashes, seed {seed}", partial(test_native_hashes.test_tokens_of_requests_are_hashed_alike, seed)
-    yield "late hashes", test_native_hashes.test_hashes_of_the_engine_are_kept_next_to_tokens_of_other_requests
-    for hashed in (False, True):
-        yield "packed rows", partial(test_native_hashes.test_packed_rows_are_read_as_their_sections, hashed)
-    with packed_twins():
-        for mix, seed in product(test_packed_twins.MIXES_OF_TWINS, range(2)):
-            yield f"packing of {mix}, seed {seed}", partial(run, mix, seed)
-        yield "packing of tiers", partial(test_tier_contents.run, "window and full", 0)
     for number, program in enumerate(steps.seeds()):
-        yield f"program {number} of tests/fuzz", lambda program=program: steps.run(program)
-
-
-def find() -> str:
-    """Run the checks until one fails; returns its name, "" if none does."""
-    for name, check in checks():
         try:
-            check()  # type: ignore[operator]
-        except Exception as error:
-            return f"{name}: {str(error).partition('): ')[2][:90] or type(error).__name__}"
+            steps.run(program)
+        except Exception:
+            return f"program {number} of tests/fuzz"
     return ""
 
 
 def main(chosen: list[str]) -> bool:
-    """Print a row per fault; whether all are found, and nothing is without a fault."""
-    path, is_good = build(), True
-    print("| fault | file | found by |\n|---|---|---|")
-    for number, fault in [(0, Fault(NONE, "", "", "")), *enumerate(FAULTS, start=1)]:
-        if chosen and fault.name not in chosen:
-            continue
-        command = [sys.executable, "-m", "tests.core.native_builds", str(path), "-m", __spec__.name, "--find"]
-        variables = {**os.environ, VARIABLE: str(number)}
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-        found = done.stdout.strip() if done.returncode == 0 else f"the process ended with {done.returncode}"
-        print(f"| {fault.name} | {fault.file} | {found or 'nothing'} |", flush=True)
-        is_good &= bool(found) == bool(number)
-    return is_good
+    """Print a row per fault; whether all are found."""
+    if "tests.core.native_builds" not in sys.argv[0] and os.environ.get(VARIABLE) is None:
+        command = [sys.executable, "-m", "tests.core.native_builds", path := str(build()), "-m", __spec__.name, *chosen]
+        return subprocess.run(command, env={**os.environ, VARIABLE: path}, check=False).returncode == 0
+    print("| fault | file | found by |\n|---|---|---|", flush=True)
+    play = Play(Path(os.environ[VARIABLE]), chosen)
+    options = ["-q", "-s", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib", "tests/core"]
+    left_out = [f"--deselect={test}" for test in LEFT_OUT]
+    return pytest.main([*options, *left_out], plugins=[play]) == 0 and play.is_good
 
 
 if __name__ == "__main__":
-    if "--find" in sys.argv:
-        print(find())
-    else:
-        sys.exit(not main(sys.argv[1:]))
+    sys.exit(not main(sys.argv[1:]))

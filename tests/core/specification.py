@@ -8,7 +8,7 @@ from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.core.loading import load_state
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.state import export_state
-from kvplane_service.core.twin import TwinReplica
+from tests.core.compared import ComparedCores
 
 _LOADED: WeakKeyDictionary[ReplicaCore, tuple[bytes, Replica]] = WeakKeyDictionary()
 
@@ -17,7 +17,7 @@ def specification_of(core: ReplicaCore) -> Replica:
     """Return the specification itself where it decides, else one that is loaded from the core's image: the same object
     until the image changes. A change of a loaded one does not reach the core.
     """
-    if isinstance(core, TwinReplica):
+    if isinstance(core, ComparedCores):
         return core.first
     if isinstance(core, Replica):
         return core

@@ -9,6 +9,8 @@ from kvplane_service.core import inspect
 from kvplane_service.core.replica import Replica
 from tests.core.builders import Engine, digests, fake_digest, full, state
 
+pytestmark = pytest.mark.specification  # faults are planted in its structures
+
 
 @pytest.fixture
 def engine():

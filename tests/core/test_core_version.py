@@ -9,6 +9,7 @@ from kvplane_service.core.loading import load_state
 from kvplane_service.core.state import digest_as_stated, export_state, spec_digest
 from kvplane_service.decisions.recording import Frames
 from kvplane_tools.replay.from_log import replay_log
+from tests.core.compared import in_services
 from tests.core.core_version import STEPS, files
 from tests.twins import weakened
 
@@ -21,7 +22,8 @@ def test_the_version_has_recordings():
 
 @pytest.mark.parametrize("path", files(), ids=lambda path: path.stem)
 def test_equal_steps_have_the_recorded_results(path):
-    outcome = replay_log(path)
+    with in_services():
+        outcome = replay_log(path)
     assert outcome.decisions == STEPS
     assert outcome.identical == STEPS, CHANGED
 

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from kvplane_service.core.freelist import FreeList
 from kvplane_service.core.invariants import check_free_list
 
+pytestmark = pytest.mark.specification  # its free list
+
 
 def order(free):
     is_free = bytearray(free.sentinel)

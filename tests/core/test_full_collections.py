@@ -9,8 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from kvplane_service.core.pool import BlockPool
-from kvplane_service.core.replica import Replica
-from tests.core.builders import GRANTED, Engine, full, state, window
+from tests.core.builders import GRANTED, Engine, full, new_replica, state, window
 
 
 class Named(NamedTuple):
@@ -63,7 +62,7 @@ def recovered(engine, prompt):
     """The keys were packed in a table until their blocks were touched."""
     free(engine, prompt)
     stored, stamps = engine.replica.entries(), list(engine.pool.stamp)
-    engine.replica, engine.seq = Replica(engine.spec), 0
+    engine.replica, engine.seq = new_replica(engine.spec), 0
     engine.replica.recover(1, [stamps], [stored])
     assert engine.pool.count_lazy_keys() == len(engine.keyed()) > 0
     engine.pool.touch(engine.keyed())

@@ -33,14 +33,13 @@ from kvplane_service.core.hazard import (
 )
 from kvplane_service.core.loading import load_state
 from kvplane_service.core.native import NativeReplica
-from kvplane_service.core.open_step import OpenStep
 from kvplane_service.core.part_rows import Update
 from kvplane_service.core.policies import HazardList
 from kvplane_service.core.recency import Recency
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.state import digest, export_state
 from tests.core import test_page_contents
-from tests.core.builders import full, replica_spec, window
+from tests.core.builders import full, new_replica, open_step, replica_spec, window
 
 BLOCK = 4
 LRU, HAZARD = EvictionPolicy.LRU, EvictionPolicy.HAZARD
@@ -75,7 +74,7 @@ class Core:
             eviction=policy,
             **changes,
         )
-        self.replica, self.seq, self.tables = Replica(self.spec), 0, list[list[int]]()
+        self.replica, self.seq, self.tables = new_replica(self.spec), 0, list[list[int]]()
         self.replica.begin_epoch(1)
 
     def serve(self, names: Sequence[int], hint: int = 0, last_hint: int = UNCHANGED) -> None:
@@ -242,6 +241,7 @@ def test_it_hits_more_than_lru_where_documents_are_read_once():
     assert hits[HAZARD] > 1.2 * hits[LRU] > 0
 
 
+@pytest.mark.specification
 def test_as_long_as_it_does_not_lead_its_victims_are_those_of_lru(monkeypatch):
     monkeypatch.setattr(Learner, "_duel", lambda *_: None)
     cores = [Core(policy) for policy in (LRU, HAZARD)]
@@ -350,13 +350,13 @@ def test_more_hints_than_the_policy_distinguishes_are_refused_at_the_registratio
 
 def test_the_engine_of_a_mirror_records_the_hints_of_its_rows():
     spec = Core(HAZARD, hint_values=3).spec
-    engine = Replica(spec)
+    engine = new_replica(spec)
     engine.begin_epoch(1)
-    step = OpenStep(engine, 0)
+    step = open_step(engine, 0)
     step.add(0, 9, chain((1, 2)), hint=1)
     step.close()
     assert step.recorded().parts[0].news.hint == [1]
-    step = OpenStep(engine, 1)
+    step = open_step(engine, 1)
     step.update(Update(0, hint=2))
     assert engine.requests.hints == {0: 2}
     step.close()
@@ -366,6 +366,7 @@ def test_the_engine_of_a_mirror_records_the_hints_of_its_rows():
 # -- replays and images ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.specification
 def test_a_loaded_state_continues_with_the_same_decisions(monkeypatch):
     monkeypatch.setattr("kvplane_service.core.hazard._WINS", 1 << 30)
     core, other = Core(HAZARD, 200), Core(HAZARD, 200)
@@ -386,6 +387,7 @@ def test_a_loaded_state_continues_with_the_same_decisions(monkeypatch):
     inspect.check(core.replica)
 
 
+@pytest.mark.specification
 @pytest.mark.parametrize("part", [0, 2])
 def test_a_state_that_does_not_fit_is_refused(part):
     core = Core(HAZARD)
@@ -396,7 +398,8 @@ def test_a_state_that_does_not_fit_is_refused(part):
         core.free.load(state)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.specification
+@pytest.mark.parametrize("seed", range(20))
 def test_a_damaged_state_is_refused_or_harmless(seed, monkeypatch):
     """Any state may come from an engine that is mirrored; numpy would read another entry for a negative number."""
     monkeypatch.setattr(Learner, "_duel", lambda learner, *_: setattr(learner, "leads", True))
@@ -449,6 +452,7 @@ def test_the_state_of_another_policy_is_refused(mine, other):
     assert refused.value.field == "eviction"
 
 
+@pytest.mark.specification
 @settings(max_examples=25)
 @given(seed=st.integers(0, 2**32))
 def test_any_order_of_victims_leaves_every_page_what_its_key_says(seed):

@@ -20,11 +20,20 @@ from kvplane_service.core.entries import Entries, KeyRun
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.setup import states_for_drafts
 from kvplane_service.core.state import digest as state_digest
-from tests.core.builders import admit_row, full, prompt_and_window, replica_spec, state, tokens, with_twin
+from tests.core.builders import (
+    admit_row,
+    changed,
+    full,
+    new_replica,
+    prompt_and_window,
+    replica_spec,
+    state,
+    tokens,
+    window,
+)
 from tests.core.follower import Followed
-from tests.core.image import Image, apply_on_both, decisive_state, image_of, replica_of
+from tests.core.image import Image, decisive_state, image_of, replica_of
 from tests.core.page_engine import RandomEngine
-from tests.core.specification import specification_of
 from tests.core.test_page_contents import ALL_MIXES, run
 from tests.twins import weakened
 
@@ -38,7 +47,6 @@ def drain(engine: RandomEngine) -> None:
     engine.seq += 1
     engine.executed_through = engine.launched
     (result,) = engine.apply([Part(cache=Cache(evicted=evicted(engine)))])
-    engine.replica = specification_of(engine.replica)  # a twin does not see the changes that follow
     engine.replica.coordinator.pool.retained.clear()  # no image has it
     engine.memory.stamp(result.orders)
     engine.launched = engine.stamped = engine.moved = engine.seq
@@ -48,6 +56,7 @@ def drain(engine: RandomEngine) -> None:
             if slot not in requests.loading or manager.spec.kind is not GroupKind.R_SWA:
                 manager.release_skipped(slot, requests.computed[slot])
         requests.invalidate_fast_path(slot)
+    changed(engine.replica)
     for request in engine.requests.values():
         if request.load is not None:
             request.load.after = request.load.seq = 0  # executed, and of another epoch than what comes
@@ -68,7 +77,6 @@ def go_on(engine: RandomEngine, forget: Callable[[Image], Image] = lambda image:
     engine.replica, orders = replica_of(forget(image_of(engine.replica)), engine.epoch, engine.memory.stamps)
     for block, stamp in zip(orders.stamp_block, orders.stamp, strict=True):
         engine.memory.stamps[block] = stamp
-    engine.replica = with_twin(engine.replica)
     engine.followed = Followed(engine.replica)
     engine.seq = engine.launched = engine.stamped = engine.moved = 1
     engine.executed_through = 0
@@ -185,7 +193,7 @@ def meets_changed_images(mix: str, seed: int) -> None:
         before = state_digest(replica)
         step = Step(engine.epoch + 1, 2, [Part(resume=meddled(image.resume, rng))])
         try:
-            apply_on_both(replica, step)
+            replica.apply(step)
         except InvalidArgument:
             assert state_digest(replica) == before
         inspect.check(replica)
@@ -230,7 +238,7 @@ ROW = Resume(slot=[1], computed=[9], num_blocks=[3], blocks=[5, 6, 7])
 
 def waiting_replica(stamps=STAMPS) -> Replica:
     """It knows requests 1 and 2, of 10 tokens each, with one prefix."""
-    replica = Replica(SPEC)
+    replica = new_replica(SPEC)
     replica.begin_epoch(2, stamps)
     for seq, slot in enumerate((1, 2), 1):
         part = Part()
@@ -279,7 +287,7 @@ def test_a_refused_image_names_its_column_and_changes_nothing(column, resume):
     replica = waiting_replica()
     before = state_digest(replica)
     with pytest.raises(InvalidArgument) as refused:
-        apply_on_both(replica, image_step(resume))
+        replica.apply(image_step(resume))
     assert refused.value.field == f"parts[0].resume.{column}"
     assert "preempted" in refused.value.remedy
     assert state_digest(replica) == before
@@ -287,7 +295,7 @@ def test_a_refused_image_names_its_column_and_changes_nothing(column, resume):
 
 def test_an_image_may_have_one_full_block_in_two_tables():
     replica = waiting_replica()
-    apply_on_both(replica, image_step(two([5, 6, 7], [5, 6, 8])))
+    replica.apply(image_step(two([5, 6, 7], [5, 6, 8])))
     inspect.check(replica)
     assert replica.free_blocks == 19 - 4
     assert replica.coordinator.pool.references[5] == 2
@@ -296,18 +304,18 @@ def test_an_image_may_have_one_full_block_in_two_tables():
 @pytest.mark.parametrize("stamps", [(), [0] * 20, [7] * 20, [3 << 32] * 20], ids=["none", "zero", "equal", "future"])
 def test_an_image_with_unproven_pages_is_refused(stamps):
     with pytest.raises(InvalidArgument, match=r"show|stamp"):
-        apply_on_both(waiting_replica(stamps), image_step(ROW))
+        waiting_replica(stamps).apply(image_step(ROW))
 
 
 def test_an_image_with_the_stamp_of_another_block_s_key_is_refused():
     stamps = list(STAMPS)
     stamps[9] = stamps[5]
     stored = Entries(32, [KeyRun("", 0, 1)], [9], [stamps[9]], [4], [0], b"k" * 32)
-    replica = Replica(SPEC)
+    replica = new_replica(SPEC)
     replica.recover(2, [stamps], [stored])
     replica.apply(Step(2, 1, [Part(news=News([1], [10], [7] * 10))]))
     with pytest.raises(InvalidArgument, match="same stamp"):
-        apply_on_both(replica, image_step(ROW, 2))
+        replica.apply(image_step(ROW, 2))
 
 
 def test_an_image_with_other_sections_or_allocated_blocks_is_refused():
@@ -315,10 +323,10 @@ def test_an_image_with_other_sections_or_allocated_blocks_is_refused():
     mixed = image_step(ROW)
     mixed.parts[0].admit = admit_row(2)
     with pytest.raises(InvalidArgument, match="alone"):
-        apply_on_both(replica, mixed)
-    apply_on_both(replica, image_step(ROW))
+        replica.apply(mixed)
+    replica.apply(image_step(ROW))
     with pytest.raises(InvalidArgument, match="allocated blocks already"):
-        apply_on_both(replica, image_step(replace(ROW, slot=[2], blocks=[8, 9, 10]), 4))
+        replica.apply(image_step(replace(ROW, slot=[2], blocks=[8, 9, 10]), 4))
 
 
 def test_image_of_a_replica_with_a_step_in_flight_is_refused():
@@ -340,17 +348,17 @@ def test_a_resumed_running_state_is_not_proven_by_an_older_stored_key():
             stamps[block] = stamp
         return result
 
-    first = Replica(spec)
+    first = new_replica(spec)
     first.begin_epoch(1)
     step(first, 1, news=news, admit=Admit([0], cap=[4]))
     step(first, 2)
     stored, tables = first.entries(), first.coordinator.tables(0)
     assert len(stored) == 2, "the state and the page of four tokens"
-    second = Replica(spec)
+    second = new_replica(spec)
     second.recover(2, [stamps], [])
     step(second, 1, news=news)
     step(second, 2, resume=resume_of([ResumeRow(0, 4, tables, 5)]))
-    third = Replica(spec)
+    third = new_replica(spec)
     third.recover(3, [stamps], [stored])
     assert third.coordinator.pool.key_of(tables[0][0]) is None
     assert third.coordinator.pool.key_of(tables[1][0]) is not None, "an attention page only grows"
@@ -366,8 +374,17 @@ def retained_under_load() -> tuple[ReplicaSpec, Resume]:
 @pytest.mark.parametrize("loading", [0, 1])
 def test_an_image_keeps_blocks_between_prompt_and_window_while_a_load_may_write_them(loading):
     spec, row = retained_under_load()
-    replica = Replica(spec)
+    replica = new_replica(spec)
     replica.begin_epoch(2, STAMPS)
     replica.apply(Step(2, 1, [Part(news=News([1], [25], tokens("a" * 25)))]))
-    apply_on_both(replica, image_step(replace(row, loading=[loading]), 2))
+    replica.apply(image_step(replace(row, loading=[loading]), 2))
     assert replica.coordinator.tables(1) == [[5, 6, 7, 8, 9, 10] if loading else [5, 0, 0, 0, 9, 10]]
+
+
+def test_an_image_keeps_no_block_that_is_retained_before_a_hole():
+    """No hit can use it: such a hit needs every block from there on."""
+    replica = new_replica(replica_spec(window(5, extra_retained_tokens=8), num_blocks=20))
+    replica.begin_epoch(2, STAMPS)
+    replica.apply(Step(2, 1, [Part(news=News([1], [25], tokens("a" * 25)))]))
+    replica.apply(image_step(Resume(slot=[1], computed=[24], num_blocks=[6], blocks=[0, 0, 0, 8, 0, 10]), 2))
+    assert replica.coordinator.tables(1) == [[0, 0, 0, 0, 0, 10]]

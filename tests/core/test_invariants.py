@@ -20,6 +20,8 @@ from tests.core.test_retain import rows_for
 from tests.core.test_retained_tiers import OTHER, in_tier
 from tests.core.tier_engine import small_pools
 
+pytestmark = pytest.mark.specification  # faults are planted in its structures
+
 NAME = re.compile(r'BrokenInvariant\(\s*"(\w+)"')
 
 

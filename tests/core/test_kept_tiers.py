@@ -16,8 +16,7 @@ from kvplane_service.core.entries import Entries
 from kvplane_service.core.replica import Replica
 from kvplane_service.replicas.sessions import check_request
 from kvplane_service.replicas.stamps import disks_alone
-from tests.core.builders import full, with_twin
-from tests.core.specification import specification_of
+from tests.core.builders import compared, full, new_replica
 from tests.core.test_tiers import Mover
 
 BLOCKS, HOST = 21, 12
@@ -47,7 +46,7 @@ def keys(replica: Replica) -> list[set[object]]:
 
 
 def recovered(engine: Mover, table: list[int], *stored: Entries) -> Replica:
-    replica = Replica(engine.replica.spec)
+    replica = new_replica(engine.replica.spec)
     replica.recover(9, [table], stored)
     inspect.check(replica)
     return replica
@@ -116,7 +115,7 @@ def test_a_store_that_repeats_and_contradicts_itself_costs_hits_alone(engine):
 def test_rows_of_slots_that_no_tier_has_are_left_out(engine, block):
     stored = engine.replica.entries()
     stored.block = [block if at >= DISK else at for at in stored.block]
-    outcome = Replica(engine.replica.spec).recover(9, [engine.shown()], [stored])
+    outcome = new_replica(engine.replica.spec).recover(9, [engine.shown()], [stored])
     assert outcome.impossible == len(engine.tiers.each[1].key)
 
 
@@ -132,7 +131,7 @@ def test_a_reset_is_not_undone_by_a_store_and_a_disk(engine):
 def test_a_reset_that_the_core_does_not_know_of_counts(engine):
     table = engine.shown()
     table[0] = engine.pool.draw()
-    engine.replica = with_twin(specification_of(engine.replica))
+    engine.replica = compared(engine.replica)
     engine.replica.begin_epoch(5, table)
     assert keys(engine.replica) == [set(), set()]
 
@@ -213,7 +212,7 @@ EPOCH = 9
 def lived(stored: Entries, table: list[int], texts: Sequence[str], executed: int | None = None) -> Mover:
     """An engine life of this epoch, on a service that has this store. Nothing is known to be executed with 0."""
     engine = Mover(full(), tiers=TIERS)
-    engine.replica = Replica(engine.spec)
+    engine.replica = new_replica(engine.spec)
     engine.replica.recover(EPOCH, [table], (stored,))
     engine.executed = executed
     for slot, text in enumerate(texts):

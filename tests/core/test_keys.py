@@ -11,6 +11,8 @@ from kvplane_service.core import key_maps
 from kvplane_service.core.key_maps import WHOLE_MAP_BLOCKS, Entry, ShardedMap, new_map, parts_of, take_entries
 from tests.core.test_page_contents import CACHED_MIXES, run
 
+pytestmark = pytest.mark.specification  # its keys
+
 
 def test_only_a_large_pool_has_a_sharded_map():
     assert type(new_map(WHOLE_MAP_BLOCKS)) is dict

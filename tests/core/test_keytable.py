@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from kvplane_service.core.keys import NULL_BLOCK, Key
 from kvplane_service.core.keytable import KeyTable
 
+pytestmark = pytest.mark.specification  # its key table
+
 PAIRS = [("", 0), ("tenant", 0), ("", 3)]
 NUM_BLOCKS = 1000
 

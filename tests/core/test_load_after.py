@@ -14,7 +14,6 @@ from kvplane.base.errors import InvalidArgument
 from kvplane.base.stamp_table import StampTable, table_bytes
 from kvplane.base.step import Admit, Cache, End, Facts, News, OnRefusal, Part, Peek, RowFlag, Run, Step
 from kvplane.rank import Rank, RankGroup
-from kvplane_service.core.replica import Replica
 from tests.core.builders import (
     DEFERRED,
     GRANTED,
@@ -22,6 +21,7 @@ from tests.core.builders import (
     admit_row,
     digests,
     full,
+    new_replica,
     prompt_and_window,
     replica_spec,
     run_rows,
@@ -316,7 +316,7 @@ def test_released_of_a_request_without_a_load_is_refused():
 def test_a_load_of_a_new_life_waits_for_launches_of_the_previous_life():
     """The engine's service was restarted: its old launch is on the device while the new life admits a load."""
     spec = replica_spec(full(), num_blocks=3)
-    replica, memory = Replica(spec), Memory(spec)
+    replica, memory = new_replica(spec), Memory(spec)
     table = StampTable.create(bytearray(table_bytes(3)), 3, incarnation=7)
     rank, group = Rank(table, memory), RankGroup([table])
     replica.begin_epoch(1)
@@ -348,7 +348,7 @@ def partial_hit_with_a_load(device):
     """Slot 1 continues inside slot 0's block: its copy is ordered, and a load fills the rest of the page."""
     spec = device.sound.spec
     table = StampTable.create(bytearray(table_bytes(spec.num_blocks)), spec.num_blocks, incarnation=7)
-    replica = Replica(spec)
+    replica = new_replica(spec)
     rank, group = Rank(table, device), RankGroup([table])
     replica.begin_epoch(1)
     rank.claim(1)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 import threading
-from copy import deepcopy
 from dataclasses import replace
 from hashlib import sha256
 from random import Random
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -34,14 +34,21 @@ from kvplane_service.core.entries import Entries, KeyRun
 from kvplane_service.core.hazard import LEAST_REMEMBERED
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.state import digest, export_state
-from kvplane_service.core.twin import CoresDiffer, TwinReplica
-from kvplane_tools.replay.from_log import replay_log
-from tests.core import page_engine
-from tests.core.builders import REFUSED, Engine, chunked, fake_digest, full, replica_spec, ring, state, window
-from tests.core.core_version import files
+from tests.core.builders import (
+    REFUSED,
+    Engine,
+    chunked,
+    fake_digest,
+    full,
+    new_replica,
+    replica_spec,
+    ring,
+    state,
+    window,
+)
+from tests.core.compared import ComparedCores, CoresDiffer
 from tests.core.spec_campaign import played
 from tests.core.spec_draws import draw_spec
-from tests.core.test_page_contents import ALL_MIXES, ENDS_INSIDE, run
 from tests.core.test_split import split_spec, unused_pools
 
 native = pytest.importorskip(
@@ -49,37 +56,14 @@ native = pytest.importorskip(
     reason="the core is not compiled: install g++ and install kvplane again",
     exc_type=ImportError,
 )
-SEEDS = range(6)
+if TYPE_CHECKING:
+    from kvplane_service.core.native import NativeReplica
+else:
+    NativeReplica = native.NativeReplica
 
 
 def test_the_library_is_compiled_from_the_sources_of_this_tree():
     assert native_build.digest_of_sources(native_build.CORE) == native.SOURCES, "run `make`: the library is stale"
-
-
-@pytest.fixture
-def twins(monkeypatch):
-    """The replicas of page engines are twins; returns them."""
-    made = []
-
-    def make(spec):
-        made.append(TwinReplica(Replica(spec), native.NativeReplica.of))
-        return made[-1]
-
-    monkeypatch.setattr(page_engine, "new_replica", make)
-    return made
-
-
-@pytest.mark.parametrize("mix", ALL_MIXES)
-def test_random_engines_get_equal_answers(twins, mix):
-    for seed in SEEDS:
-        run(mix, seed)
-    assert len(twins) >= len(SEEDS)
-
-
-@pytest.mark.parametrize(("mix", "seed"), ENDS_INSIDE)
-def test_prompts_that_end_inside_blocks_are_registered_alike(twins, mix, seed):
-    run(mix, seed)
-    assert twins
 
 
 def test_lookups_with_arguments_that_no_caller_validated_are_refused():
@@ -91,58 +75,21 @@ def test_lookups_with_arguments_that_no_caller_validated_are_refused():
             replica.peek_slot(slot)
 
 
-def test_all_kinds_that_the_compiled_core_has_are_played():
-    kinds = {group.kind for groups, _ in ALL_MIXES.values() for group in groups}
-    assert {group.kind for group in (full(), window(4), chunked(8), state())} <= kinds
-
-
-@pytest.mark.parametrize("path", files(), ids=lambda path: path.stem)
-def test_twins_give_the_recorded_results(monkeypatch, path):
-    """A step that continues requests is applied by a replica that is loaded from the exported state."""
-    monkeypatch.setenv(loader.VARIABLE, "twin")
-    monkeypatch.setattr(loader, "CHECK_EVERY", 1)
-    assert replay_log(path).counts["steps"] > 0
-
-
-@pytest.mark.parametrize("mix", ALL_MIXES)
-def test_the_state_survives_the_way_through_the_compiled_core(mix):
-    engine = run(mix, 1)
-    replica = native.NativeReplica.of(engine.replica)
-    assert export_state(replica) == export_state(engine.replica)
-    assert digest(replica) == digest(engine.replica)
-    assert list(replica.entries(range(1, engine.spec.num_blocks)).stamp) == list(
-        engine.replica.entries(range(1, engine.spec.num_blocks)).stamp
-    )
-    assert replica.block_counts == engine.replica.block_counts
-    assert replica.counters == engine.replica.counters
-    assert replica.count_keys() == engine.replica.count_keys()
-    for slot in engine.replica.requests.slots():
-        assert replica.peek_slot(slot) == engine.replica.peek_slot(slot)
-        assert replica.requests.hashes(slot) == engine.replica.requests.hashes(slot)
-        assert replica.requests.request_id[slot] == engine.replica.requests.request_id[slot]
-
-
-def twin_engine(*groups, **changes):
-    engine = Engine(*groups, **changes)
-    engine.replica = TwinReplica(Replica(engine.spec), native.NativeReplica.of)
-    return engine
-
-
-def chunks_that_end_inside_a_block():
-    engine = twin_engine(chunked(6), full(lookup_class=5))
+def test_chunks_that_end_inside_a_block():
+    engine = Engine(chunked(6), full(lookup_class=5))
     engine.step(Part(news=News([0], [5], [97] * 5, max_tokens=[40]), admit=Admit([0]), budget=Budget(100)))
     for _ in range(20):
         engine.step(Part(facts=Facts([0], appended=[1], tokens=[97]), run=Run([0]), budget=Budget(100)))
 
 
-def hits_that_end_before_what_is_looked_for():
+def test_hits_that_end_before_what_is_looked_for():
     """In an earlier chunk that no block divides, before a block that is left out, behind less than is retained."""
     for groups, changes in (
         ((chunked(6),), {}),
         ((window(1000, drops_last_block=True),), {"scheduler_block_size": 8, "hash_block_size": 4}),
         ((full(), window(5, extra_retained_tokens=6)), {}),
     ):
-        engine = twin_engine(*groups, **changes)
+        engine = Engine(*groups, **changes)
         blocks = engine.serve(0, "a" * 21).table[0]
         for number in (None, 4, 3):
             engine.cache(evicted=[] if number is None else [blocks[number]])
@@ -151,30 +98,30 @@ def hits_that_end_before_what_is_looked_for():
             engine.end(1)
 
 
-def a_limit_where_two_windows_leave_blocks_out():
-    engine = twin_engine(*[window(size, 8, drops_last_block=True, lookup_class=0) for size in (7, 13)])
+def test_a_limit_where_two_windows_leave_blocks_out():
+    engine = Engine(*[window(size, 8, drops_last_block=True, lookup_class=0) for size in (7, 13)])
     tables = engine.serve(0, "a" * 57).table
     engine.cache(evicted=[*(tables[0][at] for at in (0, 3, 6)), *(tables[1][at] for at in (0, 4))])
     assert engine.admit(1, "a" * 57, hit_limit=[24]).hit == 24
 
 
-def a_ring_without_room():
-    engine = twin_engine(full(), ring(), num_blocks=3)
+def test_a_ring_without_room():
+    engine = Engine(full(), ring(), num_blocks=3)
     news = News([0], [8], [97] * 8)
     (result,) = engine.step(Part(news=news, admit=Admit([0]), budget=Budget(100)))
     assert result.admit_status != [AdmitStatus.GRANTED]
 
 
-def states_of_drafts_without_room():
+def test_states_of_drafts_without_room():
     states = state(mamba_mode=MambaMode.NONE, speculative_blocks=1)
-    engine = twin_engine(states, full(), num_blocks=10, enable_caching=False)
+    engine = Engine(states, full(), num_blocks=10, enable_caching=False)
     news = News([0, 1], [8, 8], [97] * 16)
     (result,) = engine.step(Part(news=news, admit=Admit([0, 1]), budget=Budget(100)))
     assert [one == AdmitStatus.GRANTED for one in result.admit_status] == [True, False]
 
 
-def a_victim_whose_positions_another_row_needs():
-    engine = twin_engine(full(), num_blocks=5)
+def test_a_victim_whose_positions_another_row_needs():
+    engine = Engine(full(), num_blocks=5)
     news = News([0, 1, 2], [5, 4, 1], [97] * 10)
     engine.step(Part(news=news, admit=Admit([0, 1, 2]), budget=Budget(100)))
     facts = Facts([0, 1, 2], appended=[1, 1, 3], tokens=[97] * 5)
@@ -182,23 +129,23 @@ def a_victim_whose_positions_another_row_needs():
     assert (result.preempted, result.granted) == ([0], [0, 1, 3])
 
 
-def eviction_of_the_null_block():
+def test_eviction_of_the_null_block():
     with pytest.raises(InvalidArgument) as caught:
-        twin_engine(full()).step(Part(cache=Cache(evicted=[0])))
+        Engine(full()).step(Part(cache=Cache(evicted=[0])))
     assert caught.value.field.startswith("parts[0].cache.evicted")
 
 
-def a_load_that_left_blocks_out():
-    engine = twin_engine(full(zero_new_blocks=True))
+def test_a_load_that_left_blocks_out():
+    engine = Engine(full(zero_new_blocks=True))
     admit = Admit([0], external=[8], cap=[0], flags=[int(RowFlag.DELAY_CACHING)])
     engine.step(Part(news=News([0], [12], [97] * 12), admit=admit, budget=Budget(100)))
     (result,) = engine.step(Part(facts=Facts([0], computed=[4])))
     assert result.orders.zero_block
 
 
-def a_shared_block_whose_last_user_released_it_first():
+def test_a_shared_block_whose_last_user_released_it_first():
     """A load waits for the launches of both users, though the one that released the block last ran before the other."""
-    engine = twin_engine(full(), num_blocks=7)
+    engine = Engine(full(), num_blocks=7)
     engine.admit(0, "aaaabbbb")
     engine.executed = 1
     assert engine.admit(1, "aaaacccc").result.admit_hit == [4]
@@ -210,11 +157,11 @@ def a_shared_block_whose_last_user_released_it_first():
     assert loaded.result.admit_load_after == [3]
 
 
-def turns_of_chats():
+def test_turns_of_chats():
     """A prompt that another one continues, one that two leave, and one that is repeated."""
     align = AlignSpec(8, 4096, stop_at_tail=True)
     changes = {"hash_block_size": 2, "partial_hits": True, "align": align, "eviction": EvictionPolicy.TURN_TAIL}
-    engine = twin_engine(full(8), state(8), num_blocks=60, **changes)
+    engine = Engine(full(8), state(8), num_blocks=60, **changes)
     for prompt in ("aaaabb?", "aaaabbccccdd?", "zzzzyy?", "zzzzyyxxxxxx?", "zzzzyywwwwww?", "ssss?", "ssss?", "ssss?"):
         engine.serve(0, prompt)
     assert engine.replica.counters.hit_tokens == 3 * 6 + 2 * 4
@@ -222,10 +169,10 @@ def turns_of_chats():
         engine.serve(0, letter * 40 + "?")
 
 
-def victims_by_what_is_learnt():
+def test_victims_by_what_is_learnt():
     changes = {"eviction": EvictionPolicy.HAZARD, "hint_values": 3}
-    engine, rng = twin_engine(full(), window(6, lookup_class=1), num_blocks=60, **changes), Random(5)
-    learner = engine.replica.first.coordinator.pool.free.learner
+    engine, rng = Engine(full(), window(6, lookup_class=1), num_blocks=60, **changes), Random(5)
+    learner = engine.pool.free.learner
     learner.leads, learner._gain = True, (1 << 30) - 1
     for _ in range(150):
         document = rng.choice("defghijkl") * rng.choice((4, 12, 30))
@@ -235,19 +182,19 @@ def victims_by_what_is_learnt():
     assert engine.replica.counters.hit_tokens > 1000
 
 
-def prompts_whose_hashes_repeat():
+def test_prompts_whose_hashes_repeat():
     """An engine that sends hashes may send any."""
-    engine = twin_engine(full(), num_blocks=30, eviction=EvictionPolicy.HAZARD)
+    engine = Engine(full(), num_blocks=30, eviction=EvictionPolicy.HAZARD)
     for number in (1, 2, 1):
         names = [bytes([name]) * 32 for name in (number, 9, number, 9, 8, 9)]
         news = News([0], [25], num_hashes=[6], hashes=b"".join(names))
         engine.step(Part(news=news, admit=Admit([0]), budget=Budget(100)))
         engine.end(0)
-    assert len(engine.replica.first.coordinator.pool.free.learner._entry) == 4
+    assert len(engine.pool.free.learner._entry) == 4
 
 
-def domains_of_many_tenants():
-    engine = twin_engine(full(), window(6, lookup_class=1), num_blocks=60)
+def test_domains_of_many_tenants():
+    engine = Engine(full(), window(6, lookup_class=1), num_blocks=60)
     engine.serve(0, "aaaabbbbccccd", news={"domain": "first"})
     for number in range(1300):
         assert engine.admit(1, "aaaabbbbccccd", news={"domain": str(number)}).hit == 0
@@ -256,17 +203,17 @@ def domains_of_many_tenants():
             assert engine.serve(0, "aaaabbbbccccd", news={"domain": "first"}).hit == 12
 
 
-def keys_that_are_remembered_no_more():
-    engine, rng = twin_engine(full(), num_blocks=1200, eviction=EvictionPolicy.HAZARD, max_model_len=5000), Random(6)
+def test_keys_that_are_remembered_no_more():
+    engine, rng = Engine(full(), num_blocks=1200, eviction=EvictionPolicy.HAZARD, max_model_len=5000), Random(6)
     texts = ["".join(rng.choices("abcdefgh", k=4001)) for _ in range(80)]
     for text in [*texts, *texts[-9::2]]:
         engine.serve(0, text)
-    learner = engine.replica.first.coordinator.pool.free.learner
+    learner = engine.pool.free.learner
     assert len(learner._entry) == len(learner._key) < 80 * 1000
 
 
-def a_request_alone_whose_hit_is_given_up():
-    for engine, texts in unused_pools(split_spec(5), 3, twin_of):
+def test_a_request_alone_whose_hit_is_given_up():
+    for engine, texts in unused_pools(split_spec(5), 3):
         for text in texts:
             assert engine.admit(0, text).status is not REFUSED
             engine.end(0)
@@ -274,11 +221,7 @@ def a_request_alone_whose_hit_is_given_up():
             engine.idle()
 
 
-def twin_of(spec):
-    return TwinReplica(Replica(spec), native.NativeReplica.of)
-
-
-def superblocks_of_earlier_lives():
+def test_superblocks_of_earlier_lives():
     """Keys from a store, blocks under loads that may be states, and an image of held blocks alone."""
     spec = split_spec(12)
     shown = list(range(1 << 32, (1 << 32) + spec.num_blocks))
@@ -301,22 +244,6 @@ def superblocks_of_earlier_lives():
         outcomes.append((results, digest(each)))
     assert outcomes[0] == outcomes[1]
     assert {25, 26, 27} <= set(outcomes[0][0][0].orders.stamp_block)
-
-
-CASES = [
-    a_request_alone_whose_hit_is_given_up, superblocks_of_earlier_lives, turns_of_chats, victims_by_what_is_learnt,
-    keys_that_are_remembered_no_more,
-    prompts_whose_hashes_repeat, domains_of_many_tenants, chunks_that_end_inside_a_block, a_ring_without_room,
-    hits_that_end_before_what_is_looked_for, a_limit_where_two_windows_leave_blocks_out,
-    states_of_drafts_without_room, eviction_of_the_null_block,
-    a_load_that_left_blocks_out, a_victim_whose_positions_another_row_needs,
-    a_shared_block_whose_last_user_released_it_first,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_cases_that_random_engines_do_not_play_are_equal(case):
-    case()
 
 
 def one_request(spec, digests=(b"d" * 32,)):
@@ -379,17 +306,11 @@ def test_a_refused_image_leaves_the_compiled_core_as_it_was():
     assert not replica.requests.slots()
 
 
-class Forgetful:
+class Forgetful(NativeReplica):
     """A core that loses the events of each step."""
 
-    def __init__(self, replica):
-        self._core = native.NativeReplica.of(replica)
-
-    def __getattr__(self, name):
-        return getattr(self._core, name)
-
     def apply(self, step):
-        result = self._core.apply(step)
+        result = super().apply(step)
         for part in result.parts:
             part.events = []
         return result
@@ -397,7 +318,7 @@ class Forgetful:
 
 def test_a_difference_is_reported_with_the_steps_that_lead_to_it():
     spec = replica_spec(full())
-    twins = TwinReplica(Replica(spec), Forgetful)
+    twins = ComparedCores(Replica(spec), Forgetful.load)
     with pytest.raises(CoresDiffer, match=r"parts\[0\].events") as caught:
         twins.apply(one_request(spec))
     assert [step.seq for step in caught.value.steps] == [1]
@@ -406,7 +327,7 @@ def test_a_difference_is_reported_with_the_steps_that_lead_to_it():
 
 def test_the_variable_selects_the_core(monkeypatch):
     spec = replica_spec(full())
-    kinds = {"": native.NativeReplica, "python": Replica, "native": native.NativeReplica, "twin": TwinReplica}
+    kinds = {"": native.NativeReplica, "python": Replica, "native": native.NativeReplica}
     for choice, kind in kinds.items():
         monkeypatch.setenv(loader.VARIABLE, choice)
         assert isinstance(loader.new_replica(spec), kind)
@@ -521,31 +442,12 @@ def test_a_library_of_other_sources_is_named_and_not_used(tmp_path, monkeypatch)
     assert loader.describe() == "native"
 
 
-def test_a_seed_plays_alike_on_both_cores(monkeypatch):
-    """What the engine sees is equal, so it does the same: the page memory agrees too."""
-    expected = run("window and full", 5)
-    monkeypatch.setattr(page_engine, "new_replica", lambda spec: TwinReplica(Replica(spec), native.NativeReplica.of))
-    played = run("window and full", 5)
-    assert digest(played.replica) == digest(expected.replica)
-
-
-def test_a_copy_of_a_compiled_core_goes_on_by_itself():
-    engine = twin_engine(full())
-    engine.admit(0, "aaaabbbbc")
-    other = deepcopy(engine)
-    assert engine.run(0, text="c").granted == other.run(0, text="d").granted == [1]
-    engine.serve(1, "aaaabbbbccccd")
-    assert digest(engine.replica) != digest(other.replica)
-    first = native.NativeReplica.of(engine.replica.first)
-    assert digest(deepcopy(first)) == digest(first)
-
-
 def test_both_cores_forget_the_same_keys_of_hazard():
     """More keys than are remembered; some prompts come again, also after they were forgotten."""
     spec = replica_spec(
         full(), num_blocks=3001, max_model_len=8192, max_in_flight_tokens=8192, eviction=EvictionPolicy.HAZARD
     )
-    twin, before, rng, hits = TwinReplica(Replica(spec), native.NativeReplica.of, check_every=25), Facts(), Random(1), 0
+    twin, before, rng, hits = new_replica(spec), Facts(), Random(1), 0
     twin.begin_epoch(1)
     for number in range(100):
         name, length = rng.randrange(number) if number % 4 == 3 else number, rng.randint(750, 1500)
@@ -555,10 +457,9 @@ def test_both_cores_forget_the_same_keys_of_hazard():
         hits += twin.apply(Step(1, number + 1, [part], executed_through=number)).parts[0].admit_hit[0]
         before = Facts([0], end=[int(End.FREE)])
     assert hits > 0
-    assert twin.first.coordinator.pool.free.learner._recency.order().size == LEAST_REMEMBERED  # type: ignore[attr-defined]
+    assert twin.coordinator.pool.free.learner._recency.order().size == LEAST_REMEMBERED  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("seed", [3864])
-def test_random_specs_that_showed_a_difference(seed, monkeypatch):
-    monkeypatch.setenv(loader.VARIABLE, "twin")
+def test_random_specs_that_showed_a_difference(seed):
     played(draw_spec(seed), seed)

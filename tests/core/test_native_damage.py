@@ -57,6 +57,7 @@ def finding(engine):
     return None
 
 
+@pytest.mark.specification
 def test_both_cores_say_the_same_of_a_state_that_both_can_have():
     """What an exported state says of a fault that was planted in the Python core."""
     equal = 0

@@ -10,26 +10,12 @@ import pytest
 from kvplane.base.groups import HashAlgorithm
 from kvplane.base.step import Admit, Budget, End, ExtraKeys, Facts, Multimodal, News, Part, Run
 from kvplane.session.builder import StepBuilder
-from kvplane_service.core.replica import Replica
-from kvplane_service.core.state import digest, export_state
-from kvplane_service.core.twin import TwinReplica
 from tests.core.builders import Engine, full, state, window
 
-native = pytest.importorskip(
-    "kvplane_service.core.native",
-    reason="the core is not compiled: install g++ and install kvplane again",
-    exc_type=ImportError,
-)
 KEYS = (
     ExtraKeys(), ExtraKeys(salt="s"), ExtraKeys(lora=("adapter", "/a")),
     ExtraKeys(multimodal=(Multimodal("picture", 2, 9),)),
 )  # fmt: skip
-
-
-def twins(*groups, **changes):
-    engine = Engine(*groups, num_blocks=400, **changes)
-    engine.replica = TwinReplica(Replica(engine.spec), native.NativeReplica.of, check_every=1)
-    return engine
 
 
 def contents(rng, slots, keyed):
@@ -50,7 +36,7 @@ def appended(rng, slots):
 def test_tokens_of_requests_are_hashed_alike(seed):
     """With and without extra keys, in several parts of a step, and in slots that are used again."""
     rng = Random(seed)
-    engine = twins(full(), max_model_len=4096)
+    engine = Engine(full(), num_blocks=400)
     free, live = list(range(8)), list[int]()
     for _ in range(40):
         parts = list[Part]()
@@ -67,23 +53,20 @@ def test_tokens_of_requests_are_hashed_alike(seed):
             free, live = [one for one in free if one not in begin], [*live, *begin]
             parts.append(Part(facts=facts, news=news, run=Run(growing), with_hashes=rng.random() < 0.3))
         engine.step(*parts)
-    again = native.NativeReplica.of(engine.replica.first)
-    assert digest(again) == digest(engine.replica.first)
-    assert export_state(again) == export_state(engine.replica.first)
 
 
 @pytest.mark.parametrize("algorithm", list(HashAlgorithm))
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_every_algorithm_hashes_alike(algorithm, lookahead):
     rng = Random(algorithm.value)
-    engine = twins(full(), window(8), hash_algorithm=algorithm, hash_seed="seed", hash_lookahead_tokens=lookahead)
+    engine = Engine(full(), window(8), hash_algorithm=algorithm, hash_seed="seed", hash_lookahead_tokens=lookahead)
     engine.step(Part(news=contents(rng, [0, 1, 2], keyed=False), admit=Admit([0, 1, 2]), budget=Budget(100)))
     for _ in range(12):
         engine.step(Part(facts=appended(rng, [0, 1, 2]), run=Run([0, 1, 2]), budget=Budget(100)))
 
 
 def test_hashes_of_the_engine_are_kept_next_to_tokens_of_other_requests():
-    engine = twins(full())
+    engine = Engine(full())
     engine.step(Part(news=News([0], [7], [5] * 7), admit=Admit([0])))
     engine.step(Part(news=News([1], [8]), admit=Admit([1])))
     facts = Facts([0, 1], appended=[1, 0], tokens=[5], num_hashes=[0, 2], hashes=b"a" * 32 + b"b" * 32)
@@ -102,7 +85,7 @@ def lacking_hashes(replica, slot, appended):
 def test_packed_rows_are_read_as_their_sections(hashed):
     """Twins give both cores rows that are packed; the Python core unpacks them."""
     rng = Random(hashed)
-    engine = twins(full(), state(), max_model_len=4096)
+    engine = Engine(full(), state(), max_model_len=4096)
     slots = list(range(12))
     lengths = [rng.randint(1, 9) for _ in slots]
     news = News(slots, lengths) if hashed else News(slots, lengths, [3] * sum(lengths))
@@ -123,7 +106,7 @@ def test_packed_rows_are_read_as_their_sections(hashed):
 
 
 def test_rows_that_are_refused_name_the_fault():
-    engine = twins(full())
+    engine = Engine(full())
     builder = StepBuilder([0, 0])
     with pytest.raises(Exception, match="slot"):
         engine.step(builder.part())

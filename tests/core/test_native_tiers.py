@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from dataclasses import replace
-from inspect import signature
-from itertools import product
 from random import Random
 
 import pytest
@@ -14,30 +11,14 @@ import pytest
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import EvictionPolicy, SavePolicy, TierKind, TierSpec
 from kvplane.base.step import Admit, Cache, News, Part, RowFlag, Step
-from kvplane_service.core import loader
 from kvplane_service.core.loading import load_state
-from kvplane_service.core.open_step import OpenStep
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.state import digest, export_state
-from kvplane_service.core.twin import CoresDiffer, TwinReplica
-from tests.core import (
-    builders,
-    page_engine,
-    test_checkpoint_percent,
-    test_preempted,
-    test_prefetch,
-    test_retain,
-    test_retained_tiers,
-    test_save_policies,
-    test_tier_costs,
-    test_tiers,
-)
-from tests.core.builders import digests, full, replica_spec, window
+from tests.core.builders import changed, digests, full, open_step, replica_spec, window
+from tests.core.compared import CoresDiffer
 from tests.core.images import image_of, values_of
 from tests.core.specification import specification_of
-from tests.core.test_page_contents import MIXES
-from tests.core.test_tier_contents import run
-from tests.core.test_tiers import DISK, HOST, Mover
+from tests.core.test_tiers import DISK, Mover
 from tests.core.test_tiers import small_pools as small_pools
 from tests.core.tier_spoils import slots_of
 
@@ -46,34 +27,8 @@ native = pytest.importorskip(
     reason="the core is not compiled: install g++ and install kvplane again",
     exc_type=ImportError,
 )
-SEEDS, STEPS = range(3), 80
 SMALL = TierSpec(TierKind.HOST, 24)
 TEXT = "aaaabbbbcccc"
-
-
-@pytest.fixture
-def twins(monkeypatch):
-    """The replicas of engines are twins; returns them."""
-    made = []
-
-    def make(spec):
-        made.append(TwinReplica(Replica(spec), native.NativeReplica.of, check_every=4))
-        return made[-1]
-
-    for module in (page_engine, builders):
-        monkeypatch.setattr(module, "new_replica", make)
-    return made
-
-
-def test_random_engines_and_movers_get_equal_answers(twins):
-    seen = Counter[str]()
-    for mix, seed in product(MIXES, SEEDS):
-        engine = run(mix, seed, STEPS)
-        counters = engine.replica.tiers.counters
-        seen.update(saved=counters.saved, moved=counters.moved, loads=counters.loads, failed=counters.loads_failed)
-        seen.update(lives=engine.epoch, prefetched=counters.prefetched)
-    assert len(twins) >= len(MIXES) * len(SEEDS)
-    assert not [name for name in ("saved", "moved", "loads", "failed", "lives", "prefetched") if seen[name] < 3], seen
 
 
 def loading(**changes):
@@ -110,27 +65,26 @@ def test_the_state_survives_the_way_through_the_compiled_core():
 
 @pytest.mark.parametrize("shown", [True, False], ids=["stamps", "no stamps"])
 @pytest.mark.parametrize("is_new", [True, False], ids=["new memory", "same memory"])
-def test_engine_lives_of_twins_are_equal(twins, shown, is_new):
+def test_engine_lives_of_tiers_are_equal(shown, is_new):
     engine = loading()
-    (twin, *_) = twins
+    twin = engine.replica
     table = engine.shown() if shown else []
     table[twin.spec.num_blocks :: 2] = [0] * len(table[twin.spec.num_blocks :: 2])
     twin.begin_epoch(twin.epoch + 1, table, memory_is_new=is_new)
     twin.take_events()
     twin.tiers.take_events()
     assert twin.apply(Step(twin.epoch, 1, [Part()])).parts
-    assert slots_of(twin.first) == slots_of(twin._second)
 
 
-def test_tier_events_of_a_life_that_differ_are_an_error(twins, monkeypatch):
-    loading()
-    (twin, *_) = twins
+def test_tier_events_of_a_life_that_differ_are_an_error(monkeypatch):
+    twin = loading().replica
+    assert twin.second
     monkeypatch.setattr(native.NativeReplica, "end_epoch", lambda self, stamps=(): iter(()))
     with pytest.raises(CoresDiffer):
         twin.begin_epoch(twin.epoch + 1)
 
 
-def a_reset_that_the_core_does_not_know_of():
+def test_a_reset_that_the_core_does_not_know_of():
     engine = loading()
     table = engine.shown()
     table[0] = max(table) + 1
@@ -138,7 +92,7 @@ def a_reset_that_the_core_does_not_know_of():
     assert not engine.tiers.has_keys
 
 
-def a_load_of_a_key_that_is_dropped_meanwhile():
+def test_a_load_of_a_key_that_is_dropped_meanwhile():
     engine = Mover(full())
     engine.save(TEXT)
     (job,) = engine.ask(3, TEXT + "x").result.admit_job
@@ -148,16 +102,13 @@ def a_load_of_a_key_that_is_dropped_meanwhile():
     assert engine.cache(jobs_done=[job]).preempted == [3]
 
 
-def a_load_that_is_done_before_it_could_start():
-    test_tiers.test_a_load_waits_for_launches_that_use_its_pages(Mover(full()))
-
-
-def what_is_worth_least_leaves_and_is_saved():
+def test_what_is_worth_least_leaves_and_is_saved():
     """The policy puts blocks among those that were looked at before."""
     changes = {"eviction": EvictionPolicy.HAZARD, "num_blocks": 60, "tiers": (SMALL, DISK)}
     engine, rng = Mover(full(), window(6, lookup_class=1), **changes), Random(5)
     learner = engine.pool.free.learner
     learner.leads, learner._gain = True, (1 << 30) - 1
+    changed(engine.replica)
     for _ in range(120):
         text = rng.choice("abc") * rng.choice((4, 8)) + rng.choice("defghijkl") * rng.choice((4, 12, 30)) + "?"
         engine.cache(jobs_done=[job for job in engine.ask(0, text).result.admit_job if job])
@@ -168,7 +119,7 @@ def what_is_worth_least_leaves_and_is_saved():
     assert min(counters.loaded, counters.saved, counters.moved) > 10, counters
 
 
-def what_changes_far_from_eviction_is_not_saved():
+def test_what_changes_far_from_eviction_is_not_saved():
     """Long prompts are saved far ahead; then steps take little, and a host that is full loses what was saved."""
     changes = {"num_blocks": 401, "max_model_len": 300, "max_in_flight_tokens": 300}
     engine = Mover(full(), tiers=(TierSpec(TierKind.HOST, 250),), **changes)
@@ -180,34 +131,6 @@ def what_changes_far_from_eviction_is_not_saved():
         engine.report()
     assert engine.tiers.demand < 16
     assert engine.tiers.counters.saved > 250, engine.tiers.counters
-
-
-def cases_of(module):
-    """The tests of a module that have no arguments."""
-    tests = [case for name, case in vars(module).items() if name.startswith("test_")]
-    return [case for case in tests if not signature(case).parameters]
-
-
-CASES = [
-    *cases_of(test_prefetch),
-    *cases_of(test_retain),
-    *cases_of(test_retained_tiers),
-    *cases_of(test_save_policies),
-    *cases_of(test_preempted),
-    *cases_of(test_checkpoint_percent),
-    what_changes_far_from_eviction_is_not_saved,
-    what_is_worth_least_leaves_and_is_saved,
-    a_load_that_is_done_before_it_could_start,
-    a_reset_that_the_core_does_not_know_of,
-    a_load_of_a_key_that_is_dropped_meanwhile,
-    test_tier_costs.test_without_a_tier_that_is_too_slow_the_nearer_one_is_loaded,
-]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_cases_that_random_engines_do_not_play_are_equal(case, monkeypatch):
-    monkeypatch.setenv(loader.VARIABLE, "twin")
-    case()
 
 
 def test_keys_of_slots_are_recovered_equally():
@@ -291,24 +214,13 @@ def test_a_damaged_list_of_what_a_tier_wants_is_refused(wanted):
         native.NativeReplica.load(core.spec, image_of(values))
 
 
-def test_a_replica_with_tiers_has_the_compiled_core(monkeypatch):
-    for choice, name in (("auto", "native"), ("native", "native"), ("twin", "twin"), ("python", "python")):
-        monkeypatch.setenv(loader.VARIABLE, choice)
-        assert loader.core_of(loader.new_replica(replica_spec(full(), tiers=(HOST, DISK)))) == name
-
-
 def test_an_open_step_names_the_load_that_a_slot_waits_for():
-    first = specification_of(loading().replica)
-    second = native.NativeReplica.of(load_state(first.spec, export_state(first)))
-    steps = OpenStep(first, first.executed_through), second.open_step(first.executed_through)
-    before, found = digest(second), []
-    for step in steps:
-        with pytest.raises(InvalidArgument, match="slot 4 waits for a load") as refused:
-            step.extend(4, 1)
-        found.append((refused.value.message, refused.value.field, refused.value.remedy))
-    assert found[0] == found[1]
-    assert found[0][1] == "slot"
-    assert digest(second) == before
+    engine = loading()
+    step, before = open_step(engine.replica, engine.replica.executed_through), engine.digest
+    with pytest.raises(InvalidArgument, match="slot 4 waits for a load") as refused:
+        step.extend(4, 1)
+    assert refused.value.field == "slot"
+    assert engine.digest == before
 
 
 @pytest.mark.parametrize("core", [Replica, native.NativeReplica])

@@ -17,9 +17,18 @@ from kvplane.base.step import CacheEvent, End, EventKind, RemoveReason
 from kvplane_service.core import dropping, freelist, in_flight, inspect
 from kvplane_service.core.cache_events import CacheEvents
 from kvplane_service.core.keys import NULL_BLOCK
-from kvplane_service.core.replica import Replica
-from tests.core.builders import GRANTED, REFERENCE, SAFE, Engine, full, replica_spec, state, window
-from tests.core.specification import specification_of
+from tests.core.builders import (
+    GRANTED,
+    REFERENCE,
+    SAFE,
+    Engine,
+    changed,
+    full,
+    new_replica,
+    replica_spec,
+    state,
+    window,
+)
 
 KINDS = {
     "full": (full(),),
@@ -57,6 +66,7 @@ def begin_block_by_block(replica, epoch, table):
     pool.free.rebuild([block for block in order if pool.key[block] is None])
     pool.free.append([block for block in order if pool.key[block] is not None])
     pool._born, pool._used, pool._age_base, pool.step = [0] * pool.num_blocks, [0] * pool.num_blocks, 0, 0
+    changed(replica)
     return replica.enter_epoch(epoch, table)
 
 
@@ -106,7 +116,7 @@ class Life:
         """As a new object, with what was stored."""
         engine = self.engine
         stored, table = engine.replica.entries(), list(engine.pool.stamp)
-        engine.replica = Replica(engine.spec)
+        engine.replica = new_replica(engine.spec)
         engine.replica.recover(1, [table], [stored])
         self.begin_again()
 
@@ -155,7 +165,6 @@ def lived(kind, commit, steps, restarts, seed):
 @settings(max_examples=60)
 def test_begin_epoch_equals_a_model_that_visits_every_block(drawn):
     (life, table), (mirror, _) = lived(*drawn), lived(*drawn)
-    mirror.engine.replica = specification_of(mirror.engine.replica)  # a twin does not see what the model does
     kept = begin_block_by_block(mirror.engine.replica, 2, table)
     assert life.engine.replica.begin_epoch(2, table) == kept
     reported, expected = lost(life.engine.replica.take_events()), lost(mirror.engine.replica.take_events())
@@ -203,9 +212,10 @@ def test_an_abandoned_begin_epoch_without_stamps_leaves_no_keys():
     assert engine.replica.begin_epoch(2, list(engine.pool.stamp)) == 3, "the life behind that is as any other"
 
 
+@pytest.mark.specification
 def test_begin_epoch_visits_no_block_of_an_untouched_pool():
     """No pass over the blocks, however many: the first life of an engine begins at once."""
-    replica = Replica(replica_spec(full(), num_blocks=100))
+    replica = new_replica(replica_spec(full(), num_blocks=100))
     pool = replica.coordinator.pool
     for column in ("key", "key_tokens", "key_step", "references", "_born", "_used"):
         setattr(pool, column, None)
@@ -218,8 +228,8 @@ def test_begin_epoch_visits_no_block_of_an_untouched_pool():
 def test_begin_epoch_continues_used_up_stamps_in_the_next_generation():
     engine = Engine(full(), num_blocks=30)
     engine.serve(0, "a" * 40)
-    engine.replica = specification_of(engine.replica)  # a twin does not see the change that follows
     engine.pool._counter = MAX_COUNTER - 1
+    changed(engine.replica)
     for _ in engine.replica.end_epoch([0] * 30):
         pass
     assert engine.pool.generation == 1

@@ -11,8 +11,19 @@ from kvplane.base.step import UNLIMITED, AdmitStatus, Cache, End, RowFlag, Step,
 from kvplane_service.core import inspect, state
 from kvplane_service.core.open_step import OpenStep
 from kvplane_service.core.part_rows import AdmitTerms, Update
-from kvplane_service.core.replica import Replica
-from tests.core.builders import GRANTED, REFERENCE, REFUSED, SAFE, STALE_HIT, digests, full, replica_spec, window
+from tests.core.builders import (
+    GRANTED,
+    REFERENCE,
+    REFUSED,
+    SAFE,
+    STALE_HIT,
+    digests,
+    full,
+    new_replica,
+    open_step,
+    replica_spec,
+    window,
+)
 from tests.core.test_step_law import MIXES
 from tests.twins import weakened
 
@@ -22,18 +33,18 @@ PREFIXES = ["a" * 24, "b" * 40, "a" * 12 + "c" * 20]
 class Engine:
     """Schedules random rows on a replica, and applies each recorded step to a second one."""
 
-    lookaheads = 0, 0, 1  # drawn for rows
+    lookaheads = 0, 0, 1, 3  # drawn for rows
 
     def __init__(self, spec, seed):
         self.spec, self.random = spec, Random(seed)
-        self.replica, self.follower = Replica(spec), Replica(spec)
+        self.replica, self.follower = new_replica(spec), new_replica(spec)
         self.text: dict[int, str] = {}  # by slot: the tokens of each live request
         self.executed = 0
         self.earlier: tuple[OpenStep, Step] | None = None
         self.parts = self.preempted = self.decoded = self.loads = self.load_after = 0
 
     def run_step(self):
-        step = self.step = OpenStep(self.replica, self.executed)
+        step = self.step = open_step(self.replica, self.executed)
         self.ran: set[int] = set()
         for _ in range(self.random.randint(1, 9)):
             self.random.choice(
@@ -185,12 +196,12 @@ def test_an_open_step_without_load_after_is_caught():
 
 @pytest.fixture
 def step():
-    replica = Replica(replica_spec(full(), num_blocks=9))
-    step = OpenStep(replica, 0)
+    replica = new_replica(replica_spec(full(), num_blocks=9))
+    step = open_step(replica, 0)
     step.add(0, 12, digests(replica.spec, "a" * 12))
     assert step.admit(0, 0, 12) is GRANTED
     step.close()
-    return OpenStep(replica, 1)
+    return open_step(replica, 1)
 
 
 def test_a_row_may_adopt_less_than_the_longest_hit(step):
@@ -224,16 +235,16 @@ def test_a_running_row_can_require_that_its_whole_sequence_fits(step):
 
 
 def test_skipped_blocks_are_released_only_up_to_executed_tokens():
-    replica = Replica(replica_spec(window(4), num_blocks=9))
-    step = OpenStep(replica, 0)
+    replica = new_replica(replica_spec(window(4), num_blocks=9))
+    step = open_step(replica, 0)
     step.add(0, 16, [])
     assert step.admit(0, 0, 16) is GRANTED
     step.close()
-    step = OpenStep(replica, 0)
+    step = open_step(replica, 0)
     step.update(Update(0, release_skipped=16))
     assert replica.free_blocks == 4  # the launch in flight reads every block
     step.close()
-    OpenStep(replica, 2).update(Update(0, release_skipped=16))
+    open_step(replica, 2).update(Update(0, release_skipped=16))
     assert replica.free_blocks == 7
 
 
@@ -285,7 +296,7 @@ def test_growth_between_the_rows_of_other_requests_stays_in_one_part(step):
         step.add(slot, 7, [])
         assert step.admit(slot, 0, 7) is GRANTED
     step.close()
-    step = OpenStep(step._replica, step.seq)
+    step = open_step(step._replica, step.seq)
     assert step.decode(0, 13, [], 1, 0, 0) == [[8]]
     assert step.decode(1, 8, [], 1, 0, 0) == [[]]
     step.update(Update(2, appended=1))
@@ -298,7 +309,8 @@ def test_growth_between_the_rows_of_other_requests_stays_in_one_part(step):
 @pytest.mark.parametrize(
     "row",
     [
-        (0, 12, [], 1, 0, 0),  # drafts only, after tokens that are all computed: its states
+        # drafts only, after tokens that are all computed: its states
+        pytest.param((0, 12, [], 1, 0, 0), marks=pytest.mark.specification),
         (0, 13, [], 0, 0, 0),
         (0, 14, [], 1, 0, 0),  # computes one of two tokens
         (0, 11, [], 1, 0, 0),
@@ -312,13 +324,13 @@ def test_growth_between_the_rows_of_other_requests_stays_in_one_part(step):
     ],
 )
 def test_an_unusual_row_is_left_to_the_methods_that_check_it(row):
-    replica = Replica(replica_spec(full(), num_blocks=20))
-    step = OpenStep(replica, 0)
+    replica = new_replica(replica_spec(full(), num_blocks=20))
+    step = open_step(replica, 0)
     for slot in (0, 2):
         step.add(slot, 12, [])
         assert step.admit(slot, 0, 12) is GRANTED
     step.close()
-    step = OpenStep(replica, 1)
+    step = open_step(replica, 1)
     step.add(1, 4, [])
     assert step.decode(2, 13, [], 1, 0, 0)
     before = state.digest(replica)
@@ -330,12 +342,12 @@ def test_an_unusual_row_is_left_to_the_methods_that_check_it(row):
 
 
 def test_the_first_row_of_a_part_states_when_its_load_may_start():
-    replica = Replica(replica_spec(full(), num_blocks=4))
-    step = OpenStep(replica, 0)
+    replica = new_replica(replica_spec(full(), num_blocks=4))
+    step = open_step(replica, 0)
     step.add(0, 12, [])
     assert step.admit(0, 0, 12) is GRANTED
     step.close()
-    step = OpenStep(replica, 0)
+    step = open_step(replica, 0)
     step.update(Update(0, end=End.FREE))
     step.add(1, 9, [])
     terms = AdmitTerms(external=8, flags=int(RowFlag.DELAY_CACHING))
@@ -345,3 +357,47 @@ def test_the_first_row_of_a_part_states_when_its_load_may_start():
     with pytest.raises(InvalidArgument, match="a load of this step"):
         step.change_cache(Cache(released=[1]))
     assert step.close().parts[-1].admit_load_after == [1]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        lambda step: step.extend(5, 1),
+        lambda step: step.extend(-1, 1),
+        lambda step: step.extend(0, 0),
+        lambda step: step.extend(0, 4096),
+        lambda step: step.extend(0, 1, reserved=99),
+        lambda step: step.extend(0, 1, flags=RowFlag.WHOLE),
+        lambda step: step.extend(0, 1, lookahead=-1),
+        lambda step: step.admit(5, 0, 1),
+        lambda step: step.admit(0, 0, 9999),
+        lambda step: step.admit(0, 0, 1, AdmitTerms(reserved=-1)),
+        lambda step: step.look_up(-1),
+        lambda step: step.update(Update(7, appended=1)),
+        lambda step: step.update(Update(0, appended=99999)),
+        lambda step: step.update(Update(0, end=End.FREE, fence=9)),
+        lambda step: step.add(0, 4, []),
+        lambda step: step.add(3, 4, [b"short"]),
+        lambda step: step.change_cache(Cache(evicted=[0])),
+        lambda step: step.change_cache(Cache(released=[0])),
+        lambda step: step.change_cache(Cache(failed_steps=[9])),
+    ],
+)
+def test_refused_rows_name_the_same_fault_and_change_nothing(step, row):
+    replica = step._replica
+    before = state.digest(replica)
+    with pytest.raises(InvalidArgument):
+        row(step)
+    assert state.digest(replica) == before
+    assert step.decode(0, 13, [], 1, 0, 0) == [[4]]
+    step.close()
+
+
+def test_requests_that_adopted_a_withdrawn_key_count_as_taken_back(step):
+    text = "b" * 16
+    step.add(1, 16, digests(step._replica.spec, text))
+    assert step.admit(1, 0, 16) is GRANTED
+    step.add(2, 20, digests(step._replica.spec, text + "c" * 4))
+    assert step.admit(2, step.look_up(2).num_tokens, 4) is GRANTED
+    assert step.update(Update(1, end=End.FREE)) == [2]
+    assert sum(part.taken_back for part in step.close().parts) == 1

@@ -9,6 +9,7 @@ from kvplane.base.groups import AlignSpec, GroupKind, GroupSpec, MambaMode, Repl
 from kvplane.base.step import Admit, AdmitStatus, End, Facts, News, Part, PartResult, RowFlag, Run, Step
 from kvplane_service.core import inspect
 from kvplane_service.core.replica import Replica
+from tests.core.builders import new_replica
 
 TOKENS = list(range(100, 200))
 FULL, STATE = GroupKind.FULL_ATTENTION, GroupKind.MAMBA
@@ -16,7 +17,7 @@ FULL, STATE = GroupKind.FULL_ATTENTION, GroupKind.MAMBA
 
 def replica(*groups: GroupSpec, **options) -> Replica:
     sizes = {"num_blocks": 40, "max_model_len": 64, "max_in_flight_tokens": 256}
-    made = Replica(ReplicaSpec(groups, **{**sizes, **options}))
+    made = new_replica(ReplicaSpec(groups, **{**sizes, **options}))
     made.begin_epoch(1)
     return made
 

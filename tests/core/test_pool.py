@@ -9,6 +9,8 @@ from kvplane_service.core.inspect import take_snapshot
 from kvplane_service.core.pool import BlockPool
 from tests.core.builders import Engine, fake_digest, full
 
+pytestmark = pytest.mark.specification  # its pool
+
 
 def pool_of(num_blocks=6, num_groups=1):
     return BlockPool(num_blocks, num_groups, enable_caching=True)

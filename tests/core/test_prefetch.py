@@ -160,6 +160,7 @@ def test_the_part_of_the_hit_that_the_host_has_is_kept():
     assert set(order[-2:]) == set(near)
 
 
+@pytest.mark.specification
 def test_the_number_of_copies_in_flight_is_limited(monkeypatch):
     engine = on_disk()
     monkeypatch.setattr(prefetch, "MOST_IN_FLIGHT", 2)

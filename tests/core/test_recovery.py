@@ -17,8 +17,7 @@ from kvplane_service.core import inspect
 from kvplane_service.core.entries import Entries, KeyRun
 from kvplane_service.core.keys import Key
 from kvplane_service.core.recovery import RecoveryOutcome
-from kvplane_service.core.replica import Replica
-from tests.core.builders import GRANTED, Engine, digests, fake_digest, full, sinks, state, window
+from tests.core.builders import GRANTED, Engine, digests, fake_digest, full, new_replica, sinks, state, window
 
 PROMPT = "aaaabbbbccccd"
 KINDS = {
@@ -40,7 +39,7 @@ def engine_after(*groups, prompts=(PROMPT,), **changes):
 
 def recover(engine, stored, *tables, epoch=1):
     """A new object of the same spec: the engine continues with it."""
-    engine.replica = Replica(engine.spec)
+    engine.replica = new_replica(engine.spec)
     engine.seq, engine.executed = 0, None
     outcome = engine.replica.recover(epoch, tables, stored)
     inspect.check(engine.replica)

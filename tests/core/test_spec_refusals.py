@@ -20,7 +20,7 @@ from kvplane.base import groups
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import AlignSpec, CommitRule, EvictionPolicy, GroupSpec, MambaMode, ReplicaSpec
 from kvplane.base.step import Admit, AdmitStatus, News, Part, RowFlag
-from kvplane_service.core import loader, setup
+from kvplane_service.core import setup
 from tests.core.builders import Engine, chunked, cross, full, replica_spec, sinks, state, window
 from tests.core.spec_campaign import PromptEngine
 
@@ -142,6 +142,7 @@ def _played(given: ReplicaSpec) -> list[tuple[int, int, int]]:
     return rows
 
 
+@pytest.mark.specification
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.field}-{case.without}")
 def test_what_is_refused_goes_wrong_without_the_rule(case, lawless):
     assert outcome(case) == case.without
@@ -167,6 +168,7 @@ def hits_of(given: ReplicaSpec) -> list[int]:
     return hits
 
 
+@pytest.mark.specification
 def test_hits_inside_blocks_with_larger_windows_are_refused_since_there_are_none(lawless):
     larger = spec(window(6, 8), full(8), hash_block_size=4, scheduler_block_size=8, partial_hits=True)
     equal = replace(larger, groups=(window(6, 4), full(8)))
@@ -185,6 +187,7 @@ def test_larger_windows_are_named_by_the_hits(block_size):
     assert caught.value.field == "partial_hits"
 
 
+@pytest.mark.specification
 def test_tables_that_no_pool_limits_are_refused(lawless):
     """A row of some bytes lets a request have a table of a million null blocks, whatever the size of the pool."""
     loaded, most = 1 << 20, (1 << 20) + 50
@@ -208,10 +211,8 @@ def test_the_longest_table_is_named_by_the_block(limit):
     assert caught.value.field == "groups[0].block_size"
 
 
-@pytest.mark.parametrize("core", ["python", "twin"])
-def test_a_cap_below_what_a_request_holds_is_raised_to_that(core, monkeypatch):
+def test_a_cap_below_what_a_request_holds_is_raised_to_that():
     """Under the cap as stated, a request that the pool has no room for was admitted, and no later row got a block."""
-    monkeypatch.setenv(loader.VARIABLE, core)
     for cap in (15, 1):
         engine = Engine(full(admission_cap_blocks=cap), num_blocks=13, max_model_len=60)
         assert engine.admit(0, "a" * 60, cap=16, flags=RowFlag.FULL_FIT).status == AdmitStatus.NEVER_FITS

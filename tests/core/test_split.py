@@ -310,7 +310,7 @@ def test_an_exported_state_continues_as_the_replica():
 
 
 def test_a_state_of_a_pool_with_other_superblocks_is_refused():
-    raw = export_state(Replica(split_spec(12, 2, num_blocks=48)))
+    raw = export_state(new_replica(split_spec(12, 2, num_blocks=48)))
     with pytest.raises(InvalidArgument, match="another spec"):
         load_state(split_spec(12, 4, num_blocks=48), raw)
 
@@ -334,7 +334,7 @@ def test_a_load_waits_for_launches_that_use_a_superblock_under_another_number():
 
 def test_a_state_of_an_earlier_life_proves_nothing_that_was_under_it():
     """A key that a store lost could be found again later by a stamp, after a state was written over its block."""
-    replica = Replica(split_spec(6))
+    replica = new_replica(split_spec(6))
     shown = list(range(100, 100 + replica.spec.num_blocks))
     replica.recover(1, [shown], [], busy=[8])
     assert replica.free_blocks == 4 * SIZE
@@ -354,7 +354,7 @@ def test_stored_entries_that_share_memory_are_not_recovered():
         hashes = b"".join(fake_digest(block + 1000 * group) for group, block in rows)
         stamps = [shown[block] for block in blocks]
         entries = Entries(32, runs, blocks, stamps, [2] * len(rows), [1] * len(rows), hashes)
-        replica = Replica(spec)
+        replica = new_replica(spec)
         replica.recover(1, [shown], [entries])
         inspect.check(replica)
         return [one for one in range(spec.num_blocks) if replica.coordinator.pool.key_of(one) is not None]
@@ -376,7 +376,7 @@ def test_stored_entries_that_share_memory_are_not_recovered():
 )
 def test_an_image_in_which_blocks_share_memory_is_refused(tables, held, busy):
     spec = replace(split_spec(6), groups=(state(8), full(4)), hash_block_size=4, partial_hits=False)
-    replica = Replica(spec)
+    replica = new_replica(spec)
     replica.begin_epoch(2, [0, *range(1 << 32, (1 << 32) + 23)], busy)
     part = Part(news=News([1, 2], [12, 4], tokens("a" * 16)))
     replica.apply(Step(2, 1, [part]))
@@ -433,5 +433,5 @@ def test_loads_of_a_dead_engine_into_a_state_and_a_block_under_it_are_both_await
 )
 def test_settings_that_split_pages_do_not_allow_are_refused_by_name(changes, field):
     with pytest.raises(InvalidArgument) as refused:
-        Replica(replace(split_spec(), **changes))
+        new_replica(replace(split_spec(), **changes))
     assert refused.value.field == field

@@ -23,7 +23,7 @@ from tests.core.page_engine import RandomEngine
 from tests.core.test_page_contents import ALL_MIXES, STEPS
 from tests.core.test_step_law import MIXES as ROW_MIXES
 
-SEEDS = range(1, 9)
+SEEDS = range(1, 4)
 # Attributes of managers that the spec determines.
 SETTINGS = {
     "group", "spec", "replica", "pool", "requests", "orders", "drops_last_block", "block_size", "hash_size",

@@ -10,8 +10,7 @@ from kvplane.base.step import Cache
 from kvplane_service.core import setup
 from kvplane_service.core.loading import load_state
 from kvplane_service.core.state import export_state
-from tests.core.builders import GRANTED, digests, full, with_twin
-from tests.core.specification import specification_of
+from tests.core.builders import GRANTED, compared, digests, full
 from tests.core.test_tiers import DISK, HOST, Mover
 
 TEXT = "aaaabbbbcccc"  # three blocks of four tokens
@@ -79,7 +78,7 @@ def test_without_a_tier_that_is_too_slow_the_nearer_one_is_loaded():
     assert slot is not None
     disk.store(key, slot, version)
     engine.tiers.take_events()
-    engine.replica = with_twin(specification_of(engine.replica))
+    engine.replica = compared(engine.replica)
     engine.cache(costs_ns=[100, 10, 10**9])
     asked = engine.ask(3, TEXT + "x")
     assert asked.hit == 8

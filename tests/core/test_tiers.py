@@ -27,8 +27,7 @@ from kvplane_service.core import inspect, setup
 from kvplane_service.core.loading import load_state
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.state import export_state
-from tests.core.builders import DEFERRED, GRANTED, REFUSED, Engine, full, replica_spec, state, stored, window, with_twin
-from tests.core.specification import specification_of
+from tests.core.builders import DEFERRED, GRANTED, REFUSED, Engine, compared, full, replica_spec, state, stored, window
 
 HOST, DISK = TierSpec(TierKind.HOST, 64), TierSpec(TierKind.DISK, 64)
 LOAD = int(RowFlag.LOAD)
@@ -72,7 +71,7 @@ class Mover(Engine):
     def changed(self):
         """A case changed the state itself: the second core of twins, if there is one, is made of it again."""
         self.tiers.take_events()
-        self.replica = with_twin(specification_of(self.replica))
+        self.replica = compared(self.replica)
 
     def shown(self):
         """The stamp table of a memory that holds all that the core knows."""

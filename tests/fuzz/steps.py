@@ -4,7 +4,7 @@ An input draws a spec, an honest engine that plays some steps over simulated pag
 raw steps, engine lives, recoveries, states and questions that no contract restrains (`drawn_steps`). Both cores apply
 them. Every program must satisfy:
 
-- equal results, errors, events, orders and states, see `TwinReplica`, and equal answers to every question;
+- equal results, errors, events, orders and states, see `ComparedCores`, and equal answers to every question;
 - a refused step changes nothing;
 - the compiled core applies every step that the Python core applies, but those that have a value of another type or
   continue requests.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import fields, replace
 from random import Random
 from typing import Any
@@ -29,9 +29,10 @@ from kvplane_service.core.loading import load_state
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.setup import check_spec, states_for_drafts
 from kvplane_service.core.state import digest, export_state
-from kvplane_service.core.twin import CoresDiffer, TwinReplica
 from tests.core import page_engine
 from tests.core.builders import cross, fake_digest, full, prompt_and_window, replica_spec, ring, sinks, state, window
+from tests.core.compared import ComparedCores, CoresDiffer
+from tests.core.specification import specification_of
 from tests.core.test_page_contents import ALL_MIXES
 from tests.core.tier_engine import TierEngine, small_pools
 from tests.core.tier_spoils import slots_of
@@ -53,31 +54,15 @@ class NotEqual(AssertionError):
     """The two cores differ outside of a step."""
 
 
-def _second(replica: Replica) -> native.NativeReplica:
-    return native.NativeReplica.of(replica)
-
-
-def new_twin(spec: ReplicaSpec) -> TwinReplica:
-    """An empty replica with its twin."""
-    return TwinReplica(Replica(spec), _second)
-
-
-@contextmanager
-def twin_engines() -> Iterator[None]:
-    """Page engines have twins. Those with tiers save all that is evicted next, and ask for long prompts again."""
-    real = vars(page_engine)["new_replica"]
-    vars(page_engine)["new_replica"] = new_twin
-    try:
-        with small_pools():
-            yield
-    finally:
-        vars(page_engine)["new_replica"] = real
+def new_twin(spec: ReplicaSpec) -> ComparedCores:
+    """An empty replica of both cores. Steps that no contract restrains may break invariants."""
+    return ComparedCores(Replica(spec), checks=False)
 
 
 def run(data: bytes) -> Program:
     """Run a program; AssertionError when it breaks one of the rules of the module."""
     source = Source(data)
-    with twin_engines():
+    with small_pools():
         program = Program(source)
         program.run()
     return program
@@ -117,7 +102,7 @@ class Program:
         self.twin = self._play() if is_played and source.chance(60) else new_twin(spec)
         self.seq = self.twin.seq
 
-    def _play(self) -> TwinReplica:
+    def _play(self) -> ComparedCores:
         """The replica of an honest engine after some steps."""
         source = self.source
         drafts = 2 if states_for_drafts(self.spec) is None else min(2, states_for_drafts(self.spec) or 0)
@@ -125,7 +110,7 @@ class Program:
         engine = kind(self.spec, Random(source.below(256) << 8 | source.below(256)), drafts)
         for _ in range(30 + source.below(60) if self.spec.tiers else source.below(24)):
             engine.step()
-        return engine.replica  # type: ignore[return-value]
+        return ComparedCores(specification_of(engine.replica), checks=False)
 
     def run(self) -> None:
         """Draw operations until the bytes end."""
@@ -144,7 +129,7 @@ class Program:
     @property
     def second(self) -> native.NativeReplica:
         """The compiled core of the twin."""
-        return self.twin._made()  # type: ignore[return-value]
+        return self.twin.second  # type: ignore[return-value]
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -266,7 +251,7 @@ class Program:
         _equal("exported state", raw, export_state(self.second))
         loaded = load_state(self.spec, raw)
         _equal("loaded state", raw, export_state(native.NativeReplica.of(loaded)))
-        self.twin = TwinReplica(loaded, _second)
+        self.twin = ComparedCores(loaded, checks=False)
 
     # -- questions ---------------------------------------------------------------------------------------------------
 

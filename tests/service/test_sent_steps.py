@@ -17,13 +17,13 @@ from kvplane.v1 import step_pb2
 from kvplane.wire.parsing import parse
 from kvplane_service.core.interface import HAS_KEYS, ReadStep
 from kvplane_service.core.replica import Replica
-from kvplane_service.core.twin import TwinReplica
 from kvplane_service.decisions.log import without_tokens
 from kvplane_service.decisions.packing import pack_decision
 from kvplane_service.decisions.sent import Record, SentResult, SentStep, answered, kinds_of
 from kvplane_service.replicas.applying import effort
 from kvplane_service.replicas.step_order import size_of
 from tests.core import page_engine, test_tier_contents
+from tests.core.compared import ComparedCores
 from tests.core.test_page_contents import CACHED_MIXES, run
 from tests.service.hosts import spec_of
 from tests.service.test_packing import finish
@@ -87,7 +87,7 @@ class ByMessages(NativeReplica):
 @pytest.fixture
 def counted(monkeypatch) -> type[ByMessages]:
     """Let the second core of page engines be such a core."""
-    monkeypatch.setattr(page_engine, "new_replica", lambda spec: TwinReplica(Replica(spec), ByMessages.of))
+    monkeypatch.setattr(page_engine, "new_replica", lambda spec: ComparedCores(Replica(spec), ByMessages.load))
     monkeypatch.setattr(ByMessages, "sent", 0)
     return ByMessages
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,6 +34,7 @@ from kvplane_service.store.offloaded import OffloadedShared
 from kvplane_service.store.ownership import Durable, Ownership, OwnerUnknown
 from kvplane_service.store.registration import unpack_record
 from kvplane_service.store.writer import Runtime
+from tests.core import compared
 from tests.core.follower import Follower, WrongView
 from tests.core.page_memory import WrongPage
 from tests.core.specification import specification_of
@@ -59,6 +61,10 @@ CONFIG = Config(
     store_lag_entries=200, decision_log_steps=8, owner_lease_ms=OWNER_LEASE_MS, drain_grace_ms=GRACE_MS,
     mirror_max_lag_ms=MAX_LAG_MS,
 )  # fmt: skip
+
+
+if os.environ.get("KVPLANE_COMPARED"):  # both cores decide, in each process of a campaign
+    compared.in_services().__enter__()
 
 
 class Service:

@@ -30,7 +30,6 @@ def native():
         ("", SPEC, True),
         ("native", SPEC, True),
         ("python", SPEC, False),
-        ("twin", SPEC, False),
         ("native", replica_spec(full(), state()), True),
         ("auto", replica_spec(full(), eviction=EvictionPolicy.HAZARD), True),
         ("auto", replica_spec(full(), tiers=HOST), True),

@@ -3,8 +3,6 @@ The environment variable KVPLANE_CORE selects another:
 
     python   `Replica`, the specification
     native   the compiled core (`kvplane_service.core.native`)
-    twin     both: `Replica` answers, and each step's results and state are compared with the compiled core's; `python`
-             for an engine that decides in its own process
 
 No other module of the product imports the specification.
 """
@@ -27,7 +25,6 @@ from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.core.loading import load_state
 from kvplane_service.core.open_step import OpenStep
 from kvplane_service.core.replica import Replica
-from kvplane_service.core.twin import TwinReplica
 
 if TYPE_CHECKING:
     from kvplane_service.core.native import NativeReplica
@@ -36,8 +33,7 @@ if TYPE_CHECKING:
 _PACKAGE = "kvplane_service.core.native"
 VARIABLE = "KVPLANE_CORE"
 AUTO = "auto"
-CORES = (AUTO, "python", "native", "twin")
-CHECK_EVERY = 32  # steps between two comparisons of the whole state of twins
+CORES = (AUTO, "python", "native")
 
 
 def new_replica(spec: ReplicaSpec) -> ReplicaCore:
@@ -59,8 +55,7 @@ def new_in_process(spec: ReplicaSpec) -> NativeReplica:
     """Make an empty replica whose steps an engine applies row by row, see `open_step`. The specification has all
     methods and attributes of a `NativeReplica` that engines use. Raises the errors of `new_replica`.
     """
-    made = new_replica(spec)
-    return cast("NativeReplica", made.first if isinstance(made, TwinReplica) else made)
+    return cast("NativeReplica", new_replica(spec))
 
 
 def open_step(replica: NativeReplica, executed_through: int, records: bool = False) -> NativeOpenStep:
@@ -73,7 +68,7 @@ def open_step(replica: NativeReplica, executed_through: int, records: bool = Fal
 def describe() -> str:
     """Return which core this process uses, in a line for people. Raises the errors of `new_replica`."""
     choice = _choice()
-    if choice in ("native", "twin"):
+    if choice == "native":
         _required()
     if choice != AUTO:
         return choice
@@ -82,8 +77,6 @@ def describe() -> str:
 
 def core_of(replica: ReplicaCore) -> str:
     """Return which core a replica has, as `KVPLANE_CORE` names it."""
-    if isinstance(replica, TwinReplica):
-        return "twin"
     return "python" if isinstance(replica, Replica) else "native"
 
 
@@ -98,10 +91,8 @@ def reason_of(replica: ReplicaCore) -> str:
 
 def _select(python: Callable[[], Replica], native: Callable[[ModuleType], ReplicaCore]) -> ReplicaCore:
     choice = _choice()
-    compiled = _required() if choice in ("native", "twin") else _native() if choice == AUTO else None
-    if compiled is None:
-        return python()
-    return TwinReplica(python(), compiled.NativeReplica.of, CHECK_EVERY) if choice == "twin" else native(compiled)
+    compiled = _required() if choice == "native" else _native() if choice == AUTO else None
+    return python() if compiled is None else native(compiled)
 
 
 def _choice() -> str:

@@ -111,7 +111,7 @@ _FAMILIES = (
     Family(
         GaugeMetricFamily,
         "kvplane_core_info",
-        "Always 1; the label is what applies the steps: python, native (compiled) or twin.",
+        "Always 1; the label is what applies the steps: python or native (compiled).",
         ("core",),
         _core,
     ),

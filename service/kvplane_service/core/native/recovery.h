@@ -17,18 +17,21 @@ struct RecoveredKeys {
     std::vector<std::pair<Block, std::pair<uint32_t, Digest>>> further;  // keys besides the first one of a block
 };
 
+inline constexpr uint32_t kNoPair = std::numeric_limits<uint32_t>::max();
+
 // Builds a pool with these keys; needs no interpreter.
 inline std::unique_ptr<BlockPool> MakeRecovered(const Spec& spec, const RecoveredKeys& found) {
     auto pool = std::make_unique<BlockPool>(spec);
     std::vector<uint32_t> pairs;
     for (const auto& [domain, group] : found.names) {
-        Require(group >= 0 && group < static_cast<Int>(spec.groups.size()), "a recovered key has no group");
-        pairs.push_back(pool->pairs.Of(pool->pairs.DomainOf(domain), group));
+        const bool is_there = group >= 0 && group < static_cast<Int>(spec.groups.size());  // a key of no other is kept
+        pairs.push_back(is_there ? pool->pairs.Of(pool->pairs.DomainOf(domain), group) : kNoPair);
     }
     const size_t size = found.digest_size;
     for (size_t row = 0; row < found.block.size(); ++row) {
         const Block block = found.block[row];
         Require(block < spec.num_blocks && found.pair[row] < pairs.size(), "a recovered key is beyond the pool");
+        Require(pairs[found.pair[row]] != kNoPair, "a recovered key has no group");
         const Key key{pairs[found.pair[row]], Digest(found.digests.data() + row * size, size)};
         pool->AddKey(block, key, found.key_tokens[block]);
         if (pool->split && spec.groups[static_cast<size_t>(found.names[found.pair[row]].second)].is_state())
@@ -36,6 +39,7 @@ inline std::unique_ptr<BlockPool> MakeRecovered(const Spec& spec, const Recovere
     }
     for (const auto& [block, name] : found.further) {
         Require(block < spec.num_blocks && name.first < pairs.size(), "a recovered key is beyond the pool");
+        Require(pairs[name.first] != kNoPair, "a recovered key has no group");
         pool->Register(block, Key{pairs[name.first], name.second}, 0);
     }
     pool->registered.clear();
