@@ -166,8 +166,8 @@ clean:  ## remove environments, tools and caches
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 NATIVE := $(wildcard clients/python/kvplane/base/hashing/*.cpp clients/python/kvplane/base/hashing/*.h) \
-	$(wildcard service/kvplane_service/core/native/*.h service/kvplane_service/core/native/*/*.h \
-	service/kvplane_service/core/native/*.cpp service/kvplane_fleet/native/*.h service/kvplane_fleet/native/*.cpp)
+	$(wildcard service/kvplane_core/cpp/*.h service/kvplane_core/cpp/*/*.h \
+	service/kvplane_core/cpp/*.cpp service/kvplane_fleet/native/*.h service/kvplane_fleet/native/*.cpp)
 
 # The stamps are written last, so that an interrupted set-up is repeated.
 PACKAGES := pyproject.toml locks/dev.txt scripts/setup.sh clients/python/native_build.py

@@ -26,9 +26,9 @@ FILES: dict[str, Callable[[Sequence[Message]], Iterator[str]]] = {
     "clients/python/kvplane/wire/tables.py": python.tables,
     "clients/python/kvplane/session/section_rows.py": python.rows,
     "clients/python/kvplane/base/hashing/columns.h": cpp.answers,
-    "service/kvplane_service/core/native/sections.h": cpp.structs,
-    "service/kvplane_service/core/native/wire_results.h": cpp.wire,
-    "service/kvplane_service/core/native/pack_layouts.h": cpp.layouts,
+    "service/kvplane_core/cpp/sections.h": cpp.structs,
+    "service/kvplane_core/cpp/wire_results.h": cpp.wire,
+    "service/kvplane_core/cpp/pack_layouts.h": cpp.layouts,
 }
 
 

@@ -42,7 +42,7 @@ def cpp_function(lines: int) -> str:
 
 
 LIBRARY = "clients/python/kvplane/planted.py"
-CORE = "service/kvplane_service/core/planted.py"
+CORE = "service/kvplane_core/planted.py"
 NATIVE = "clients/python/kvplane/planted.cpp"
 
 # rule → (path, content that breaks the rule, nearly equal content that keeps it)

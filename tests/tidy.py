@@ -50,7 +50,7 @@ WORKER_COMMAND = "gpu_worker/kvplane_worker/cli.py"
 # Files whose purpose is to print.
 PRINTING_ALLOWED = ("service/kvplane_tools/cli/", "scripts/")
 
-CORE = "service/kvplane_service/core/"
+CORE = "service/kvplane_core/"
 IMPURE_MODULES = frozenset(
     """
     asyncio concurrent datetime google grpc logging multiprocessing os pathlib random secrets selectors shutil

@@ -25,9 +25,9 @@ from typing import Any
 
 from kvplane.base.errors import DeadlineExceeded, Unavailable
 from kvplane.base.groups import GroupKind, TierKind
+from kvplane_core.face import loader
+from kvplane_core.face.state import digest_as_stated
 from kvplane_service.auth.gate import CALL
-from kvplane_service.core import loader
-from kvplane_service.core.state import digest_as_stated
 from kvplane_service.store.record import MAGIC
 
 Real = Callable[..., Any]
@@ -926,7 +926,7 @@ def first_end_counts(real: Real) -> Real:
     return end
 
 
-CORE, SERVICE = "kvplane_service.core", "kvplane_service"
+SPEC, FACE, SERVICE = "kvplane_core.spec", "kvplane_core.face", "kvplane_service"
 MOVERS = "kvplane_worker.tiers.movers:Movers"
 ENGINE = "tests.core.page_engine:RandomEngine"
 
@@ -975,22 +975,22 @@ TWINS: dict[str, Twin] = {
     "no stamp check": Twin(
         "a key is hit after a restart only if the page memory still has its stamp",
         (
-            Patch(f"{CORE}.replica:Replica.verify_entries", recover_whatever_is_stored),
-            Patch(f"{CORE}.replica:Replica.end_epoch", keep_what_is_executed),
+            Patch(f"{SPEC}.replica:Replica.verify_entries", recover_whatever_is_stored),
+            Patch(f"{SPEC}.replica:Replica.end_epoch", keep_what_is_executed),
         ),
     ),
     "no restamp on key moves": Twin(
         "a page gets a new stamp whenever a key leaves it",
         (
-            Patch(f"{CORE}.pool:BlockPool.move_keys", without_restamps),
-            Patch(f"{CORE}.pool:BlockPool.drop_keys", without_restamps),
+            Patch(f"{SPEC}.pool:BlockPool.move_keys", without_restamps),
+            Patch(f"{SPEC}.pool:BlockPool.drop_keys", without_restamps),
         ),
     ),
     "sealed check removed": Twin(
         "a state is published only if its page keeps the content of its key",
         (
-            Patch(f"{CORE}.managers.mamba:AlignedStateManager._ends_in", end_wherever_a_block_ends),
-            Patch(f"{CORE}.managers.mamba:AlignedStateManager.rewind", keep_keys_of_overwritten_states),
+            Patch(f"{SPEC}.managers.mamba:AlignedStateManager._ends_in", end_wherever_a_block_ends),
+            Patch(f"{SPEC}.managers.mamba:AlignedStateManager.rewind", keep_keys_of_overwritten_states),
         ),
     ),
     "fencing removed": Twin(
@@ -1016,9 +1016,9 @@ TWINS: dict[str, Twin] = {
     "publication before execution": Twin(
         "a key is published when its step has been executed on all ranks",
         (
-            Patch(f"{CORE}.replica:Replica.end_epoch", with_all_executed_meanwhile),
-            Patch(f"{CORE}.replica:Replica.entries", with_all_executed),
-            Patch(f"{CORE}.replica:Replica.lookup", with_all_executed),
+            Patch(f"{SPEC}.replica:Replica.end_epoch", with_all_executed_meanwhile),
+            Patch(f"{SPEC}.replica:Replica.entries", with_all_executed),
+            Patch(f"{SPEC}.replica:Replica.lookup", with_all_executed),
             Patch(f"{SERVICE}.replicas.events:PublicationHold.release", release_all),
             Patch(f"{SERVICE}.store.journal:ReplicaJournal.note", mark_at_once),
         ),
@@ -1041,109 +1041,109 @@ TWINS: dict[str, Twin] = {
     ),
     "state of rejected drafts": Twin(
         "a state gets a key only for a verified length",
-        (Patch(f"{CORE}.managers.mamba:AlignedStateManager.rewind", keep_ends_behind_drafts),),
+        (Patch(f"{SPEC}.managers.mamba:AlignedStateManager.rewind", keep_ends_behind_drafts),),
     ),
     "checkpoint of rejected drafts": Twin(
         "a state inside a chunk gets a key only for a verified length",
-        (Patch(f"{CORE}.managers.mamba:AlignedStateManager.rewind", keep_checkpoint_behind_drafts),),
+        (Patch(f"{SPEC}.managers.mamba:AlignedStateManager.rewind", keep_checkpoint_behind_drafts),),
     ),
     "image skips shared blocks": Twin(
         "after an image, each request registers the blocks that it would have registered",
-        (Patch(f"{CORE}.managers.base:GroupManager.resume", count_shared_blocks),),
+        (Patch(f"{SPEC}.managers.base:GroupManager.resume", count_shared_blocks),),
     ),
     "image skips blocks before a key": Twin(
         "after an image, a block that lost its key is registered again, although later ones kept theirs",
-        (Patch(f"{CORE}.managers.base:GroupManager.resume", count_to_the_last_key),),
+        (Patch(f"{SPEC}.managers.base:GroupManager.resume", count_to_the_last_key),),
     ),
     "image loses blocks behind the computed tokens": Twin(
         "an image of a request in the middle of its prompt keeps the blocks behind the computed tokens",
-        (Patch(f"{CORE}.managers.full:RetainedWindowManager.normalize_table", lose_blocks_behind_computed),),
+        (Patch(f"{SPEC}.managers.full:RetainedWindowManager.normalize_table", lose_blocks_behind_computed),),
     ),
     "skipped blocks released during a load": Twin(
         "no block that a load may write is released before the load has ended",
-        (Patch(f"{CORE}.coordinator:Coordinator.release_skipped", release_while_loading),),
+        (Patch(f"{SPEC}.coordinator:Coordinator.release_skipped", release_while_loading),),
     ),
     "open step without load_after": Twin(
         "a step that is applied row by row is answered as the step that is sent whole",
-        (Patch(f"{CORE}.open_step:OpenStep.admit", lose_load_after),),
+        (Patch(f"{SPEC}.open_step:OpenStep.admit", lose_load_after),),
     ),
     "limit of a hit counts what is left out": Twin(
         "a limit equal to the length of a hit finds this hit",
-        (Patch(f"{CORE}.lookup:PrefixLookup.find", limit_what_is_read),),
+        (Patch(f"{SPEC}.lookup:PrefixLookup.find", limit_what_is_read),),
     ),
     "limit searched once": Twin(
         "a limit equal to the length of a hit finds this hit",
-        (Patch(f"{CORE}.lookup:Search.run", search_once),),
+        (Patch(f"{SPEC}.lookup:Search.run", search_once),),
     ),
     "classes as stated": Twin(
         "groups of different formats are looked up each by its own rule, whatever classes are stated",
         (
             Patch("kvplane.base.groups:ReplicaSpec.lookup_classes", classes_as_stated),
-            Patch(f"{CORE}.setup:_check_classes", do_nothing),
+            Patch(f"{FACE}.setup:_check_classes", do_nothing),
         ),
     ),
     "chunk of the longest hit": Twin(
         "a hit has the blocks of the chunk in which it ends",
-        (Patch(f"{CORE}.managers.chunked:ChunkedLocalManager.find", chunk_of_the_longest_hit),),
+        (Patch(f"{SPEC}.managers.chunked:ChunkedLocalManager.find", chunk_of_the_longest_hit),),
     ),
     "end aligned twice": Twin(
         "a limit equal to the length of a hit finds this hit",
-        (Patch(f"{CORE}.managers.window:SlidingWindowManager._find_run", align_what_is_left_out),),
+        (Patch(f"{SPEC}.managers.window:SlidingWindowManager._find_run", align_what_is_left_out),),
     ),
     "retained blocks needed": Twin(
         "a hit needs no block before the window",
-        (Patch(f"{CORE}.managers.window:SlidingWindowManager.first_read", need_what_is_retained),),
+        (Patch(f"{SPEC}.managers.window:SlidingWindowManager.first_read", need_what_is_retained),),
     ),
     "keys under a state": Twin(
         "a superblock that is taken for a state, or cut, loses the keys of all its blocks",
-        (Patch(f"{CORE}.split:SplitPool.empty", do_nothing),),
+        (Patch(f"{SPEC}.split:SplitPool.empty", do_nothing),),
     ),
     "stamps under a state": Twin(
         "all blocks of a superblock get other stamps before a state is written",
-        (Patch(f"{CORE}.split:SplitList.pop_whole", keep_old_stamps),),
+        (Patch(f"{SPEC}.split:SplitList.pop_whole", keep_old_stamps),),
     ),
     "stamp of a divided state": Twin(
         "a superblock that is cut gets another stamp at the block that names its state, before anything is written",
-        (Patch(f"{CORE}.split:SplitList._cut", cut_behind_the_first),),
+        (Patch(f"{SPEC}.split:SplitList._cut", cut_behind_the_first),),
     ),
     "stamps of an ended life": Twin(
         "a new engine life relies on no stamps that the ended one ordered, unless the memory has them",
-        (Patch(f"{CORE}.split:SplitPool.begin_epoch", rely_on_the_ended_life),),
+        (Patch(f"{SPEC}.split:SplitPool.begin_epoch", rely_on_the_ended_life),),
     ),
     "load over a superblock in use": Twin(
         "a load waits for launches that use any block with memory of the blocks that it fills",
-        (Patch(f"{CORE}.split:SplitPool.last_use", use_of_the_blocks_alone),),
+        (Patch(f"{SPEC}.split:SplitPool.last_use", use_of_the_blocks_alone),),
     ),
     "copy of an evicted state": Twin(
         "a running state whose key was evicted is overwritten without a copy, as after an image",
-        (Patch(f"{CORE}.managers.mamba:AlignedStateManager.register_again", keep_copy_of_evicted_state),),
+        (Patch(f"{SPEC}.managers.mamba:AlignedStateManager.register_again", keep_copy_of_evicted_state),),
     ),
     "withdrawn keys stay away": Twin(
         "a request that holds a block whose key was withdrawn registers the block again",
-        (Patch(f"{CORE}.in_flight:InFlightTracker._register_again", without("_blocks", "register_again")),),
+        (Patch(f"{SPEC}.in_flight:InFlightTracker._register_again", without("_blocks", "register_again")),),
     ),
     "bounds outlive withdrawn keys": Twin(
         "a request that holds a block whose key was withdrawn leaves its fast path",
         (
             Patch(
-                f"{CORE}.in_flight:InFlightTracker._register_again", without("_requests", "invalidate_all_fast_paths")
+                f"{SPEC}.in_flight:InFlightTracker._register_again", without("_requests", "invalidate_all_fast_paths")
             ),
         ),
     ),
     "load before launches": Twin(
         "a load starts after every launch that may read or write its blocks",
-        (Patch(f"{CORE}.pool:BlockPool.last_use", start_at_once),),
+        (Patch(f"{SPEC}.pool:BlockPool.last_use", start_at_once),),
     ),
     "load behind writers only": Twin(
         "launches that read the blocks of a load count as those that write them",
         (
-            Patch(f"{CORE}.managers.base:GroupManager._give_up", release_unread),
-            Patch(f"{CORE}.in_flight:InFlightTracker._note_use", note_writers),
+            Patch(f"{SPEC}.managers.base:GroupManager._give_up", release_unread),
+            Patch(f"{SPEC}.in_flight:InFlightTracker._note_use", note_writers),
         ),
     ),
     "load into a block of the hit": Twin(
         "a block that the hit names, and that the load's request got for another position, is written by the load",
-        (Patch(f"{CORE}.in_flight:InFlightTracker._loaded_blocks", without_hit),),
+        (Patch(f"{SPEC}.in_flight:InFlightTracker._loaded_blocks", without_hit),),
     ),
     "a process that continues trims the log": Twin(
         "a process that was stopped drops no chunk of the one that took its replica over",
@@ -1168,13 +1168,13 @@ TWINS: dict[str, Twin] = {
     "zero after load": Twin(
         "a page that a transfer fills is not zeroed",
         (
-            Patch(f"{CORE}.coordinator:Coordinator._leave_to_load", zero_what_is_loaded),
+            Patch(f"{SPEC}.coordinator:Coordinator._leave_to_load", zero_what_is_loaded),
             Patch(f"{ENGINE}._has_obeyed", obeyed_when_stamped),
         ),
     ),
     "a load outlives its row": Twin(
         "a step sent whole and one sent row by row end the same loads",
-        (Patch(f"{CORE}.step_applier:StepApplier._preempt", end_loads_with_the_part),),
+        (Patch(f"{SPEC}.step_applier:StepApplier._preempt", end_loads_with_the_part),),
     ),
     "orders end when they are given": Twin(
         "zeroes and copies are done when the device has done them",
@@ -1194,7 +1194,7 @@ TWINS: dict[str, Twin] = {
     ),
     "new life during a load": Twin(
         "pages that a load of an earlier engine life may still write are not allocated until its mover is done",
-        (Patch(f"{CORE}.pool:BlockPool.hold_busy", do_nothing),),
+        (Patch(f"{SPEC}.pool:BlockPool.hold_busy", do_nothing),),
     ),
     "two owners write": Twin(
         "of two services that hold a replica, the one without its engine gives up",
@@ -1234,7 +1234,7 @@ TWINS: dict[str, Twin] = {
     ),
     "image of several steps": Twin(
         "an image is the state of one step, however late its pieces are read",
-        (Patch(f"{CORE}.replica:encode", read_late),),
+        (Patch(f"{SPEC}.replica:encode", read_late),),
     ),
     "lease expiry frees pages": Twin(
         "an expired lease hides keys, and changes nothing else",
@@ -1274,23 +1274,23 @@ TWINS: dict[str, Twin] = {
     # -- tiers ---------------------------------------------------------------------------------------------------------
     "saved before execution": Twin(
         "a page is saved when the step of its key is executed",
-        (Patch(f"{CORE}.tiers.behind:SaveBehind._is_executed", answer(True)),),
+        (Patch(f"{SPEC}.tiers.behind:SaveBehind._is_executed", answer(True)),),
     ),
     "a reset leaves tiers": Twin(
         "a reset of the cache clears the tiers too",
-        (Patch(f"{CORE}.tiers.tiers:Tiers.reset", answer(None)),),
+        (Patch(f"{SPEC}.tiers.tiers:Tiers.reset", answer(None)),),
     ),
     "an eviction leaves tiers": Twin(
         "an eviction drops its key from the tiers, and gives its slots another version",
-        (Patch(f"{CORE}.tiers.tiers:Tiers.revoke", answer(None)),),
+        (Patch(f"{SPEC}.tiers.tiers:Tiers.revoke", answer(None)),),
     ),
     "saves of pages that changed": Twin(
         "a save counts if the page has the same stamp before and after",
-        (Patch(f"{MOVERS}._save", save_unread), Patch(f"{CORE}.tiers.loads:TierLoads._source_is_intact", answer(True))),
+        (Patch(f"{MOVERS}._save", save_unread), Patch(f"{SPEC}.tiers.loads:TierLoads._source_is_intact", answer(True))),
     ),
     "tier load before launches": Twin(
         "a load waits for launches that may still use its pages",
-        (Patch(f"{CORE}.pool:BlockPool.last_use", answer(0)),),
+        (Patch(f"{SPEC}.pool:BlockPool.last_use", answer(0)),),
     ),
     "loads done on one rank": Twin(
         "a job is over when every rank has ended it",
@@ -1334,7 +1334,7 @@ TWINS: dict[str, Twin] = {
     ),
     "specs as stated": Twin(
         "an image is that of a pool that decides equally, however the classes of its spec are numbered",
-        (Patch(f"{CORE}.state_entries:spec_digest", lambda _: digest_as_stated),),
+        (Patch(f"{SPEC}.state_entries:spec_digest", lambda _: digest_as_stated),),
     ),
     "a service that comes back is the owner": Twin(
         "a replica that another service has adopted meanwhile is given up, unless its engine is here",
@@ -1345,17 +1345,17 @@ TWINS: dict[str, Twin] = {
     ),
     "states below a hit": Twin(
         "a request that goes back below a hit that ends in a state is preempted",
-        (Patch(f"{CORE}.requests:Requests.shortest_state", answer(0)),),
+        (Patch(f"{SPEC}.requests:Requests.shortest_state", answer(0)),),
     ),
     "states below known tokens": Twin(
         "a request that goes back below its known tokens is preempted, whatever keys its states have",
-        (Patch(f"{CORE}.coordinator:Coordinator.can_rewind", states_by_keys),),
+        (Patch(f"{SPEC}.coordinator:Coordinator.can_rewind", states_by_keys),),
     ),
     "states below an outcome": Twin(
         "an outcome in the row that goes back counts",
         (
             Patch(
-                f"{CORE}.requests:Requests.shortest_state",
+                f"{SPEC}.requests:Requests.shortest_state",
                 lambda real: lambda self, slot, appended: real(self, slot, 0),
             ),
         ),
@@ -1378,7 +1378,7 @@ TWINS: dict[str, Twin] = {
     ),
     "runs before its load is done": Twin(
         "a request runs when its hit is loaded",
-        (Patch(f"{CORE}.in_flight:InFlightTracker.loads_from_tiers", answer(False)),),
+        (Patch(f"{SPEC}.in_flight:InFlightTracker.loads_from_tiers", answer(False)),),
     ),
 }
 

@@ -50,9 +50,7 @@ HASHES = Library(
     "kvplane/base/hashing/_native.cpp",
     ("-fno-exceptions", "-fno-rtti"),
 )
-CORE = Library(
-    "kvplane_service/core/native/_native.abi3.so", "service", "kvplane_service/core/native/module.cpp", ("-fno-rtti",)
-)
+CORE = Library("kvplane_core/cpp/_native.abi3.so", "service", "kvplane_core/cpp/module.cpp", ("-fno-rtti",))
 INDEX = Library("kvplane_fleet/native/_native.abi3.so", "service", "kvplane_fleet/native/module.cpp", ("-fno-rtti",))
 LIBRARIES = (HASHES, CORE, INDEX)
 

@@ -1,4 +1,4 @@
-"""How much of a prompt a place has cached: the rules of `kvplane_service.core.hit_rules`, over columns of the index."""
+"""How much of a prompt a place has cached: the rules of `kvplane_core.face.hit_rules`, over columns of the index."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 from kvplane.base.groups import CommitRule
+from kvplane_core.face.hit_rules import Column, ColumnOf, HitRules
 from kvplane_fleet import native
 from kvplane_fleet.index import Index
 from kvplane_fleet.native import NativeIndex
-from kvplane_service.core.hit_rules import Column, ColumnOf, HitRules
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.events import GroupDigest
 from kvplane.base.groups import CommitRule, GroupKind, GroupSpec, MambaMode, ReplicaSpec
+from kvplane_core.face.setup import check_spec
 from kvplane_fleet.domains import Domain, DomainProof
 from kvplane_fleet.expected import Expected
 from kvplane_fleet.faults import Fault, Faults
@@ -28,7 +29,6 @@ from kvplane_fleet.wire.events import (
     Tier,
 )
 from kvplane_fleet.wire.msgpack import BatchDecoder
-from kvplane_service.core.setup import check_spec
 
 Watcher = Callable[[str, Event], None]  # takes the place's name and what was applied
 MAX_ENTRIES = 1 << 24  # of a place

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from kvplane.base.errors import AlreadyExists, InvalidArgument, KvplaneError, LimitExceeded, NotFound
 from kvplane.base.groups import EvictionPolicy, ReplicaSpec
 from kvplane.base.rank_plan import RankPlan
+from kvplane_core.face.interface import ReplicaCore
 from kvplane_service.config import Config
-from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.decisions.packed_log import LogBudget
 from kvplane_service.replicas.engine_lives import Clock
 from kvplane_service.replicas.host import ReplicaHost, new_replica

@@ -9,7 +9,7 @@ import pytest
 
 from kvplane.base.step import RowFlag
 from kvplane.v1 import step_pb2
-from kvplane_service.core.validate import RESERVED_ALIGN
+from kvplane_core.spec.validate import RESERVED_ALIGN
 
 PROTO = (Path(__file__).parents[2] / "proto/kvplane/v1/step.proto").read_text()
 TABLE = re.findall(r"(?<=  )([A-Z]\w+) (\d+) (\w+)", PROTO[: PROTO.index("package ")])

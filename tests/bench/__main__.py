@@ -19,9 +19,9 @@ from pathlib import Path
 
 from kvplane.base.groups import GroupKind, GroupSpec, MambaMode, ReplicaSpec
 from kvplane.base.step import Admit, Facts, News, Part, Run, Step
-from kvplane_service.core.cache_events import CacheEvents
-from kvplane_service.core.pool import BlockPool
-from kvplane_service.core.replica import Replica
+from kvplane_core.face.cache_events import CacheEvents
+from kvplane_core.spec.pool import BlockPool
+from kvplane_core.spec.replica import Replica
 from tests.bench.machine import machine, machine_line
 from tests.bench.objects import ObjectDecoder, ObjectPool
 

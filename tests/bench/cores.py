@@ -22,9 +22,9 @@ from pathlib import Path
 
 from kvplane.base.groups import AlignSpec, GroupKind, GroupSpec, MambaMode, ReplicaSpec
 from kvplane.base.step import Admit, AdmitStatus, End, Facts, News, OnRefusal, Part, Run, Step
-from kvplane_service.core.interface import ReplicaCore
-from kvplane_service.core.native import NativeReplica
-from kvplane_service.core.replica import Replica
+from kvplane_core.face.interface import ReplicaCore
+from kvplane_core.face.native import NativeReplica
+from kvplane_core.spec.replica import Replica
 from kvplane_service.process import gc_policy
 from tests.bench.machine import machine_line
 from tests.bench.objects import ObjectPool

@@ -28,8 +28,8 @@ from pathlib import Path
 from kvplane.base.groups import GroupKind, GroupSpec, ReplicaSpec
 from kvplane.base.session import OpenRequest
 from kvplane.base.step import Admit, End, Facts, News, Part, Run, Step
+from kvplane_core.face.state import digest
 from kvplane_service.config import Config
-from kvplane_service.core.state import digest
 from kvplane_service.decisions.log import Entry
 from kvplane_service.decisions.packed_log import LogBudget
 from kvplane_service.process import gc_policy

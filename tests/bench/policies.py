@@ -46,8 +46,8 @@ from kvplane.base.step import (
     Step,
     StepResult,
 )
-from kvplane_service.core.interface import ReplicaCore
-from kvplane_service.core.loader import new_replica
+from kvplane_core.face.interface import ReplicaCore
+from kvplane_core.face.loader import new_replica
 from kvplane_tools.replay.engine import Engine
 from kvplane_tools.replay.fleet import Fleet
 from kvplane_tools.replay.plan import CostModel, EngineConfig

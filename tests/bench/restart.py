@@ -26,8 +26,8 @@ import xxhash
 
 from kvplane.base.groups import DENSE_RETENTION, GroupKind, GroupSpec, ReplicaSpec
 from kvplane.base.step import Admit, End, Facts, News, Part, Step
+from kvplane_core.spec.replica import Replica
 from kvplane_service.config import Config
-from kvplane_service.core.replica import Replica
 from kvplane_service.process import gc_policy
 from kvplane_service.replicas.recovery import Recovering
 from kvplane_service.replicas.stamps import Contents

@@ -35,6 +35,8 @@ from kvplane.base.groups import GroupKind, GroupSpec, ReplicaSpec
 from kvplane.base.hashing import HashScheme, RequestHasher
 from kvplane.base.step import CacheEvent, EventKind, Part, PartResult, RowFlag, Step, StepResult
 from kvplane.scheduling import Limits, Request, Scheduled, Scheduler
+from kvplane_core.face.cache_events import runs_of
+from kvplane_core.face.loader import new_replica
 from kvplane_fleet.decisions import Ask, Decision, Decisions, Event
 from kvplane_fleet.domains import Domain, keys_of
 from kvplane_fleet.fleet import Fleet as Places
@@ -42,8 +44,6 @@ from kvplane_fleet.fleet import Prompt
 from kvplane_fleet.policies import Chooser, Option, Policy
 from kvplane_fleet.settings import PlaceSettings, RouterSettings
 from kvplane_fleet.wire.events import Batch, GroupFormat, Removed, Stored, Tier
-from kvplane_service.core.cache_events import runs_of
-from kvplane_service.core.loader import new_replica
 from kvplane_tools.replay.engine import Engine
 from kvplane_tools.replay.fleet import Fleet
 from kvplane_tools.replay.plan import NS_PER_SECOND, CostModel, EngineConfig

@@ -26,9 +26,9 @@ from kvplane.base.sources import LayerSource
 from kvplane.base.step import Part
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.wire.sources import encode_layer_source
+from kvplane_core.face import loader
 from kvplane_plan.models.catalogue import model_layers
 from kvplane_plan.models.shapes import ModelOptions
-from kvplane_service.core import loader
 from kvplane_service.rpc.sources import plan_source
 from kvplane_tools.replay.engine import Engine
 from kvplane_tools.replay.plan import CostModel, EngineConfig

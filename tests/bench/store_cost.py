@@ -23,8 +23,8 @@ from pathlib import Path
 from kvplane.base.groups import GroupKind, GroupSpec, ReplicaSpec
 from kvplane.base.session import OpenRequest
 from kvplane.base.step import Admit, End, Facts, News, Part, Run, Step
+from kvplane_core.face.state import digest
 from kvplane_service.config import Config
-from kvplane_service.core.state import digest
 from kvplane_service.process import gc_policy
 from kvplane_service.replicas.host import ReplicaHost, new_replica
 from kvplane_service.store.interface import BlockingStore, LogName

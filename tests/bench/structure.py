@@ -30,6 +30,7 @@ RESULTS = Path(__file__).parent / "results"
 FOLDERS = ("clients", "service", "gpu_worker")
 PACKAGES = (
     "kvplane",
+    "kvplane_core",
     "kvplane_fleet",
     "kvplane_kernels",
     "kvplane_plan",
@@ -38,7 +39,7 @@ PACKAGES = (
     "kvplane_vllm",
     "kvplane_worker",
 )
-CORE = "service/kvplane_service/core/"
+CORE = "service/kvplane_core/"
 # Columns of a step whose places are counted: each is used at two or three of them, and carried at the others.
 COLUMNS = ("hit_limit", "skip_zero_groups", "jobs_done", "admit_load_after", "min_new", "single_group_hit")
 
@@ -86,8 +87,10 @@ def rooms(lines: dict[str, int]) -> dict[str, int]:
 def pairs(lines: dict[str, int]) -> int:
     """Return how many files of the Python core have a namesake in the compiled one."""
     inside = [path.removeprefix(CORE) for path in lines if path.startswith(CORE)]
-    compiled = {path.removeprefix("native/").removesuffix(".h") for path in inside if path.endswith(".h")}
-    return sum(path.removesuffix(".py") in compiled for path in inside if not path.startswith("native/"))
+    compiled = {path.removeprefix("cpp/").removesuffix(".h") for path in inside if path.endswith(".h")}
+    return sum(
+        path.removeprefix("spec/").removesuffix(".py") in compiled for path in inside if path.startswith("spec/")
+    )
 
 
 def places(lines: dict[str, int]) -> dict[str, tuple[int, int]]:
@@ -103,7 +106,7 @@ def places(lines: dict[str, int]) -> dict[str, tuple[int, int]]:
 
 def binding_functions() -> int:
     """Return how many functions the module of the compiled core has."""
-    text = (ROOT / CORE / "native/module.cpp").read_text()
+    text = (ROOT / CORE / "cpp/module.cpp").read_text()
     return len(re.findall(r"\bMETH_\w+", text))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvplane.base.groups import DENSE_RETENTION, EvictionPolicy
-from kvplane_service.core import hazard
+from kvplane_core.spec import hazard
 from kvplane_tools.replay.workloads import ChatShape, Span, TokenSource, TraceRequest, chat_workload
 from tests.bench.curves import hits_of
 from tests.bench.mixtures import Case, gain_of, made

@@ -22,7 +22,7 @@ import torch
 from kvplane.base.groups import TierKind, TierSpec
 from kvplane.base.step import Cache, End, EventKind, PartResult, RowFlag, Step
 from kvplane.session.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
-from kvplane_service.core.loader import new_replica
+from kvplane_core.face.loader import new_replica
 from kvplane_worker.engine.request import Request
 from tests.bench.goals import goal
 from tests.core.builders import full, replica_spec, window

@@ -23,10 +23,10 @@ from pathlib import Path
 import torch
 
 from kvplane.base.groups import TierKind, TierSpec
-from kvplane_service.core.entries import Entries, KeyRun
-from kvplane_service.core.interface import INSIDE
-from kvplane_service.core.lookup import PrefixLookup
-from kvplane_service.core.replica import Replica
+from kvplane_core.face.entries import Entries, KeyRun
+from kvplane_core.face.interface import INSIDE
+from kvplane_core.spec.lookup import PrefixLookup
+from kvplane_core.spec.replica import Replica
 from kvplane_worker.tiers.disk import DiskSlots
 from kvplane_worker.tiers.kept import Kept, read_index, write_index
 from kvplane_worker.tiers.movers import NUM_THREADS

@@ -23,9 +23,9 @@ from kvplane.rpc.channel import open_channel
 from kvplane.session.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.wire import encode_spec
+from kvplane_core.face import loader
+from kvplane_core.spec.step_applier import PATIENT_ROWS
 from kvplane_service.config import Config
-from kvplane_service.core import loader
-from kvplane_service.core.step_applier import PATIENT_ROWS
 from kvplane_service.replicas.idle_check import Outcome
 from kvplane_service.runtime.executors import Executor
 from kvplane_service.store.errors import StoreUnavailable

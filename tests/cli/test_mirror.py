@@ -6,7 +6,7 @@ import kvplane
 from kvplane.rpc.channel import open_channel
 from kvplane.v1 import admin_pb2
 from kvplane.v1.admin_pb2_grpc import AdminStub
-from kvplane_service.core.state import digest
+from kvplane_core.face.state import digest
 from kvplane_tools.replay.from_log import replay_log
 from tests.cli.test_restart import wait_until_stored
 from tests.cli.test_serve import serving

@@ -21,8 +21,8 @@ from kvplane.base.session import OpenRequest, SessionTransport
 from kvplane.base.step import AdmitStatus, Cache, Part, Step, StepResult
 from kvplane.blocking.session import Session
 from kvplane.session.rows import AdmitRow, NewsRow, PeekRow, RunRow, part_of
-from kvplane_service.core.replica import Replica
-from kvplane_service.core.state import digest
+from kvplane_core.face.state import digest
+from kvplane_core.spec.replica import Replica
 from tests.client.mini_engine import HYBRID, MiniEngine
 from tests.client.stepper import Stepper
 

@@ -6,7 +6,7 @@ import random
 
 from kvplane.base.step import Part, PartResult, Step, StepResult
 from kvplane.blocking.session import Session
-from kvplane_service.core.replica import Replica
+from kvplane_core.spec.replica import Replica
 from tests.client.mini_engine import HYBRID, MiniEngine
 from tests.client.proxy import CuttingProxy
 

@@ -14,11 +14,11 @@ from kvplane.base.step import Cache, End
 from kvplane.blocking import mirror as mirrors
 from kvplane.blocking.mirror import MirrorSender
 from kvplane.v1 import allocation_pb2 as pb
+from kvplane_core.face import state
+from kvplane_core.face.part_rows import Update
+from kvplane_core.face.state import digest
+from kvplane_core.spec.open_step import OpenStep
 from kvplane_service.config import Config
-from kvplane_service.core import state
-from kvplane_service.core.open_step import OpenStep
-from kvplane_service.core.part_rows import Update
-from kvplane_service.core.state import digest
 from tests.core.specification import specification_of
 from tests.core.test_step_law import MIXES
 from tests.service.mirrors import DecidingEngine, open_request, spec_of

@@ -16,8 +16,8 @@ from kvplane.base.groups import AlignSpec, ReplicaSpec
 from kvplane.base.step import AdmitStatus, End, Part, PartResult, Step
 from kvplane.scheduling import MAX_IDLE_STEPS, Limits, Request, Scheduled, Scheduler
 from kvplane.session.rows import part_of
-from kvplane_service.core import inspect
-from kvplane_service.core.replica import Replica
+from kvplane_core.face import inspect
+from kvplane_core.spec.replica import Replica
 from tests.client.stepper import Stepper
 from tests.core.builders import full, replica_spec, state, window
 

@@ -18,7 +18,7 @@ from kvplane.session import tables
 from kvplane.session.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
 from kvplane.session.tables import BlockTables
 from kvplane.wire.result import decode_result, encode_result
-from kvplane_service.core.replica import Replica
+from kvplane_core.spec.replica import Replica
 from tests.client.mini_engine import FULL, HYBRID, STATE, MiniEngine, spec_of
 from tests.client.stepper import Stepper
 

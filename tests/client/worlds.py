@@ -8,8 +8,8 @@ from kvplane.blocking.transport import GrpcTransport
 from kvplane.blocking.ttrpc import SessionSocket
 from kvplane.rpc.access import PLAIN
 from kvplane.rpc.channel import MAX_MESSAGE_BYTES, open_channel
+from kvplane_core.face.state import digest
 from kvplane_service.config import Config
-from kvplane_service.core.state import digest
 from kvplane_service.process.app import App
 from kvplane_service.registry import Registration, Registry
 from kvplane_service.replicas.host import ReplicaHost

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.step import Part, PartResult, Step
-from kvplane_service.core.inspect import check, take_snapshot
+from kvplane_core.face.inspect import check, take_snapshot
 from tests.core.compared import new_replica
 from tests.core.specification import specification_of
 

@@ -32,13 +32,13 @@ from kvplane.base.step import (
     Run,
     Step,
 )
-from kvplane_service.core import inspect
-from kvplane_service.core.interface import INSIDE, Hit
-from kvplane_service.core.managers.questions import Query
-from kvplane_service.core.open_step import OpenStep
-from kvplane_service.core.replica import Replica
-from kvplane_service.core.setup import states_for_drafts
-from kvplane_service.core.state import digest as state_digest
+from kvplane_core.face import inspect
+from kvplane_core.face.interface import INSIDE, Hit
+from kvplane_core.face.setup import states_for_drafts
+from kvplane_core.face.state import digest as state_digest
+from kvplane_core.spec.managers.questions import Query
+from kvplane_core.spec.open_step import OpenStep
+from kvplane_core.spec.replica import Replica
 from tests.core.compared import ComparedCores, changed, compared, new_replica
 
 __all__ = ["changed", "compared", "new_replica"]

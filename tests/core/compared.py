@@ -26,18 +26,18 @@ from kvplane.base.errors import KvplaneError
 from kvplane.base.groups import CommitRule, ReplicaSpec
 from kvplane.base.step import CacheEvent, PartResult, Step, StepResult
 from kvplane.base.when_read import given_fields
-from kvplane_service.core import loader
-from kvplane_service.core.cache_events import CacheEvents
-from kvplane_service.core.entries import Entries
-from kvplane_service.core.loading import load_state
-from kvplane_service.core.recovery import RecoveredState, RecoveryOutcome
-from kvplane_service.core.replica import Replica
-from kvplane_service.core.state import MAGIC, export_state, read_entries
+from kvplane_core.face import loader
+from kvplane_core.face.cache_events import CacheEvents
+from kvplane_core.face.entries import Entries
+from kvplane_core.face.recovery import RecoveredState, RecoveryOutcome
+from kvplane_core.face.state import MAGIC, export_state, read_entries
+from kvplane_core.spec.loading import load_state
+from kvplane_core.spec.replica import Replica
 from kvplane_service.replicas.events import Batch, PublicationHold
 
 if TYPE_CHECKING:
-    from kvplane_service.core.interface import ReplicaCore
-    from kvplane_service.core.tiers.tiers import Tiers
+    from kvplane_core.face.interface import ReplicaCore
+    from kvplane_core.spec.tiers.tiers import Tiers
 
 _T = TypeVar("_T")
 Load = Callable[[ReplicaSpec, bytes], "ReplicaCore"]

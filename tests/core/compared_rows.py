@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from kvplane.base.errors import KvplaneError
 from kvplane.base.groups import MambaMode
 from kvplane.base.step import StepResult
-from kvplane_service.core.interface import INSIDE, Need
-from kvplane_service.core.open_step import OpenStep
+from kvplane_core.face.interface import INSIDE, Need
+from kvplane_core.spec.open_step import OpenStep
 
 if TYPE_CHECKING:
     from tests.core.compared import ComparedCores

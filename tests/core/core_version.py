@@ -17,7 +17,7 @@ from random import Random
 
 from kvplane.base.session import CORE_VERSION
 from kvplane.base.step import Part, PartResult, Step, StepResult
-from kvplane_service.core.state import export_state
+from kvplane_core.face.state import export_state
 from kvplane_service.decisions.log import Decision, Entry, Life
 from kvplane_service.decisions.recording import MAGIC, header_of, message_of, write_frame
 from tests.core.builders import replica_spec

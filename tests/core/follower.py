@@ -16,8 +16,8 @@ from typing import NamedTuple
 from kvplane.base.events import domain_mask
 from kvplane.base.groups import Medium
 from kvplane.base.step import CacheEvent, EventKind, Step, StepResult
-from kvplane_service.core.cache_events import runs_of
-from kvplane_service.core.replica import Replica
+from kvplane_core.face.cache_events import runs_of
+from kvplane_core.spec.replica import Replica
 from kvplane_service.decisions.packed_log import LogBudget
 from kvplane_service.replicas.events import Batch, EventLog, PublicationHold
 from kvplane_service.replicas.published import EntriesDigest, EntriesScan

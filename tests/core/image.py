@@ -17,18 +17,18 @@ from typing import Any
 from kvplane.base.errors import FailedPrecondition
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.step import Orders, Part, Resume, Step
-from kvplane_service.core.contents import Content
-from kvplane_service.core.entries import Entries
-from kvplane_service.core.eviction import TurnTailList, WindowTailList
-from kvplane_service.core.inspect import _keys
-from kvplane_service.core.keys import NULL_BLOCK, Key
-from kvplane_service.core.managers.base import GroupManager
-from kvplane_service.core.managers.mamba import AlignedStateManager
-from kvplane_service.core.policies import HazardList
-from kvplane_service.core.pool import BlockPool
-from kvplane_service.core.replica import Replica
-from kvplane_service.core.split import SplitList
-from kvplane_service.core.state_entries import policy_state
+from kvplane_core.face.contents import Content
+from kvplane_core.face.entries import Entries
+from kvplane_core.face.inspect import _keys
+from kvplane_core.face.keys import NULL_BLOCK, Key
+from kvplane_core.spec.eviction import TurnTailList, WindowTailList
+from kvplane_core.spec.managers.base import GroupManager
+from kvplane_core.spec.managers.mamba import AlignedStateManager
+from kvplane_core.spec.policies import HazardList
+from kvplane_core.spec.pool import BlockPool
+from kvplane_core.spec.replica import Replica
+from kvplane_core.spec.split import SplitList
+from kvplane_core.spec.state_entries import policy_state
 from tests.core.compared import compared
 from tests.core.images import values_of
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from random import Random
 from typing import Any
 
-from kvplane_service.core.packed_values import pack_value
-from kvplane_service.core.state import MAGIC, read_entries
+from kvplane_core.face.packed_values import pack_value
+from kvplane_core.face.state import MAGIC, read_entries
 
 EXTREME = (-1, 101, 1 << 14, 1 << 20, 1 << 31, (1 << 32) - 1, 1 << 61, (1 << 63) - 1)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import native_build
 
-NAME = "kvplane_service.core.native._native"
+NAME = "kvplane_core.cpp._native"
 FOLDER = native_build.ROOT / "build" / "native"
 SMALL_TABLES = "-DKVPLANE_SMALL_TABLES"
 SANITIZED = [

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import native_build
 from kvplane.base.groups import EvictionPolicy, TierKind, TierSpec
-from kvplane_service.core import inspect
-from kvplane_service.core.interface import BrokenInvariant
-from kvplane_service.core.replica import Replica
+from kvplane_core.face import inspect
+from kvplane_core.face.interface import BrokenInvariant
+from kvplane_core.spec.replica import Replica
 from tests.core import native_builds
 from tests.core import test_invariants as states
 from tests.core.builders import Engine, fake_digest, full, window
 from tests.core.tier_engine import small_pools
 
 if TYPE_CHECKING:
-    from kvplane_service.core.native import NativeReplica
+    from kvplane_core.face.native import NativeReplica
 
 SOURCE = Path(__file__).with_name("native_damage.h")
 FLAGS = ["-O0", "-fno-access-control"]
@@ -252,7 +252,7 @@ def build() -> Path:
 
 def find(damage: Damage) -> BrokenInvariant | None:
     """Plant a damage; returns what the check finds, None if it finds nothing."""
-    from kvplane_service.core.native import _native
+    from kvplane_core.cpp import _native
 
     core = compiled_core(damage.state())
     inspect.check(core)
@@ -266,7 +266,7 @@ def find(damage: Damage) -> BrokenInvariant | None:
 
 def compiled_core(engine: Engine) -> NativeReplica:
     """The compiled core of an engine, or one with the state of its Python core."""
-    from kvplane_service.core.native import NativeReplica
+    from kvplane_core.face.native import NativeReplica
 
     core: object = engine.replica
     return core if isinstance(core, NativeReplica) else NativeReplica.of(engine.replica)

@@ -18,10 +18,10 @@ from kvplane.base.stamps import Stamp
 from kvplane.base.step import End, News, Orders, Part, PartResult, Step
 from kvplane.session.rows import ResumeRow, resume_of
 from kvplane.session.tables import BlockTables
-from kvplane_service.core import inspect
-from kvplane_service.core.entries import Entries
-from kvplane_service.core.managers.full import FullAttentionManager
-from kvplane_service.core.managers.mamba import AlignedStateManager
+from kvplane_core.face import inspect
+from kvplane_core.face.entries import Entries
+from kvplane_core.spec.managers.full import FullAttentionManager
+from kvplane_core.spec.managers.mamba import AlignedStateManager
 from tests.core import retain_rows
 from tests.core.builders import new_replica, tokens
 from tests.core.follower import Followed

@@ -10,7 +10,7 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
 from kvplane.base.groups import ReplicaSpec
-from kvplane_service.core.replica import Replica
+from kvplane_core.spec.replica import Replica
 from tests.core.builders import digests
 from tests.core.page_memory import Left, Memory, Row, WrongPage
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from kvplane.base.retain import Retain
-from kvplane_service.core.interface import ReplicaCore
+from kvplane_core.face.interface import ReplicaCore
 from tests.core.specification import specification_of
 
 TICK_NS = 10  # between steps

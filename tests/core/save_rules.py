@@ -13,10 +13,10 @@ import pytest
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import ReplicaSpec, SavePolicy, TierSpec
-from kvplane_service.core.keys import NULL_BLOCK, Key
-from kvplane_service.core.setup import check_spec
-from kvplane_service.core.tiers.tier import Tier
-from kvplane_service.core.tiers.tiers import Load, Tiers
+from kvplane_core.face.keys import NULL_BLOCK, Key
+from kvplane_core.face.setup import check_spec
+from kvplane_core.spec.tiers.tier import Tier
+from kvplane_core.spec.tiers.tiers import Load, Tiers
 
 
 class SavedTooEarly(AssertionError):

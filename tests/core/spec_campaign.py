@@ -15,7 +15,7 @@ from random import Random
 from kvplane.base.errors import KvplaneError
 from kvplane.base.groups import GroupKind, ReplicaSpec
 from kvplane.base.step import AdmitStatus, Cache, Part, PartResult, Step, StepResult
-from kvplane_service.core.setup import check_spec, states_for_drafts
+from kvplane_core.face.setup import check_spec, states_for_drafts
 from tests.core.follower import Followed
 from tests.core.page_engine import RandomEngine
 from tests.core.page_memory import WrongPage

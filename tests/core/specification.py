@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from weakref import WeakKeyDictionary
 
-from kvplane_service.core.interface import ReplicaCore
-from kvplane_service.core.loading import load_state
-from kvplane_service.core.replica import Replica
-from kvplane_service.core.state import export_state
+from kvplane_core.face.interface import ReplicaCore
+from kvplane_core.face.state import export_state
+from kvplane_core.spec.loading import load_state
+from kvplane_core.spec.replica import Replica
 from tests.core.compared import ComparedCores
 
 _LOADED: WeakKeyDictionary[ReplicaCore, tuple[bytes, Replica]] = WeakKeyDictionary()

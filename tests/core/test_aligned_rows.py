@@ -8,7 +8,7 @@ import pytest
 
 from kvplane.base.groups import AlignSpec
 from kvplane.base.step import UNLIMITED, Budget, Facts, Part, RowFlag, Run
-from kvplane_service.core import step_applier
+from kvplane_core.spec import step_applier
 from tests.core.builders import Engine, admit_row, full, run_rows, state, tokens
 
 ALIGNED = AlignSpec(8, 4096)

@@ -11,9 +11,9 @@ import pytest
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.step import Cache, End, Facts, Orders, Part, Resume, RowFlag, Run, Step
-from kvplane_service.core import inspect
-from kvplane_service.core.replica import Replica
-from kvplane_service.core.state import digest as state_digest
+from kvplane_core.face import inspect
+from kvplane_core.face.state import digest as state_digest
+from kvplane_core.spec.replica import Replica
 from tests.core.builders import (
     GRANTED,
     NEVER_FITS,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvplane.base.step import End
-from kvplane_service.core import inspect
-from kvplane_service.core.replica import Replica
+from kvplane_core.face import inspect
+from kvplane_core.spec.replica import Replica
 from tests.core.builders import Engine, digests, fake_digest, full, state
 
 pytestmark = pytest.mark.specification  # faults are planted in its structures

@@ -9,9 +9,9 @@ import pytest
 from kvplane import wire
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import AlignSpec, TierKind, TierSpec
-from kvplane_service.core.hit_rules import blocks_kept
-from kvplane_service.core.setup import check_spec
-from kvplane_service.core.state import digest
+from kvplane_core.face.hit_rules import blocks_kept
+from kvplane_core.face.setup import check_spec
+from kvplane_core.face.state import digest
 from tests.core.builders import chunked, full, new_replica, replica_spec, state, window
 from tests.core.test_tiers import DISK, HOST, Mover
 from tests.core.test_tiers import small_pools as small_pools

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from kvplane_service.core.replica import Replica
+from kvplane_core.spec.replica import Replica
 from tests.core import compared, test_tier_contents
 from tests.core.builders import Engine, full, new_replica, replica_spec
 from tests.core.compared import ComparedCores, CoresDiffer, Published

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvplane import wire
-from kvplane_service.core.loading import load_state
-from kvplane_service.core.state import digest_as_stated, export_state, spec_digest
+from kvplane_core.face.state import digest_as_stated, export_state, spec_digest
+from kvplane_core.spec.loading import load_state
 from kvplane_service.decisions.recording import Frames
 from kvplane_tools.replay.from_log import replay_log
 from tests.core.compared import in_services

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvplane_service.core.coordinator import Coordinator
-from kvplane_service.core.requests import Requests
+from kvplane_core.spec.coordinator import Coordinator
+from kvplane_core.spec.requests import Requests
 from tests.core.builders import Engine, find_in, full, replica_spec, state, window
 
 TEXT = "aaaabbbbccccdddd"

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplane.base.step import End, Facts, Part, Step
-from kvplane_service.core import inspect
+from kvplane_core.face import inspect
 from tests.core.builders import GRANTED, REFERENCE, SAFE, Engine, admit_row, full, state, window
 
 PROMPT = "aaaabbbbccccd"

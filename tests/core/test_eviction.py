@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from kvplane.base.groups import AlignSpec, EvictionPolicy
 from kvplane.base.step import EventKind, RemoveReason
-from kvplane_service.core.columns import U32, zeros
-from kvplane_service.core.eviction import TurnTailList, WindowTailList, kept_indices
-from kvplane_service.core.freelist import FreeList, Links
-from kvplane_service.core.loading import load_state
-from kvplane_service.core.state import digest, export_state
+from kvplane_core.face.columns import U32, zeros
+from kvplane_core.face.state import digest, export_state
+from kvplane_core.spec.eviction import TurnTailList, WindowTailList, kept_indices
+from kvplane_core.spec.freelist import FreeList, Links
+from kvplane_core.spec.loading import load_state
 from tests.core.builders import Engine, chunked, full, state, window
 from tests.core.test_freelist import order
 

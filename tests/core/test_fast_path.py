@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvplane.base.step import Admit, Facts, News, OnRefusal, Part, Run
-from kvplane_service.core.managers.base import GroupManager
-from kvplane_service.core.managers.full import FullAttentionManager
-from kvplane_service.core.replica import Replica
-from kvplane_service.core.state import digest as state_digest
+from kvplane_core.face.state import digest as state_digest
+from kvplane_core.spec.managers.base import GroupManager
+from kvplane_core.spec.managers.full import FullAttentionManager
+from kvplane_core.spec.replica import Replica
 from tests.core.builders import Engine, digests, full, replica_spec, state, tokens, window
 from tests.core.compared import CoresDiffer, compares, reason
 from tests.core.test_page_contents import ENDS_INSIDE, run

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvplane_service.core.freelist import FreeList
-from kvplane_service.core.invariants import check_free_list
+from kvplane_core.spec.freelist import FreeList
+from kvplane_core.spec.invariants import check_free_list
 
 pytestmark = pytest.mark.specification  # its free list
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kvplane_service.core.pool import BlockPool
+from kvplane_core.spec.pool import BlockPool
 from tests.core.builders import GRANTED, Engine, full, new_replica, state, window
 
 

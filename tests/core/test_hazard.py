@@ -20,8 +20,11 @@ from hypothesis import strategies as st
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import EvictionPolicy, ReplicaSpec
 from kvplane.base.step import UNCHANGED, Admit, End, Facts, News, Part, Step
-from kvplane_service.core import inspect
-from kvplane_service.core.hazard import (
+from kvplane_core.face import inspect
+from kvplane_core.face.native import NativeReplica
+from kvplane_core.face.part_rows import Update
+from kvplane_core.face.state import digest, export_state
+from kvplane_core.spec.hazard import (
     GHOST_POOLS,
     HORIZON,
     MANY_USES,
@@ -31,13 +34,10 @@ from kvplane_service.core.hazard import (
     History,
     Learner,
 )
-from kvplane_service.core.loading import load_state
-from kvplane_service.core.native import NativeReplica
-from kvplane_service.core.part_rows import Update
-from kvplane_service.core.policies import HazardList
-from kvplane_service.core.recency import Recency
-from kvplane_service.core.replica import Replica
-from kvplane_service.core.state import digest, export_state
+from kvplane_core.spec.loading import load_state
+from kvplane_core.spec.policies import HazardList
+from kvplane_core.spec.recency import Recency
+from kvplane_core.spec.replica import Replica
 from tests.core import test_page_contents
 from tests.core.builders import full, new_replica, open_step, replica_spec, window
 
@@ -368,7 +368,7 @@ def test_the_engine_of_a_mirror_records_the_hints_of_its_rows():
 
 @pytest.mark.specification
 def test_a_loaded_state_continues_with_the_same_decisions(monkeypatch):
-    monkeypatch.setattr("kvplane_service.core.hazard._WINS", 1 << 30)
+    monkeypatch.setattr("kvplane_core.spec.hazard._WINS", 1 << 30)
     core, other = Core(HAZARD, 200), Core(HAZARD, 200)
     trace = [*scans_and_chats(3, 260)]
     for names in trace[:200]:

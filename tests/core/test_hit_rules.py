@@ -9,9 +9,9 @@ import pytest
 
 from kvplane.base.groups import GroupKind, ReplicaSpec
 from kvplane.base.step import UNLIMITED
-from kvplane_service.core.coordinator import Coordinator
-from kvplane_service.core.hit_rules import HitRules, blocks_kept, blocks_of_hit
-from kvplane_service.core.requests import Requests
+from kvplane_core.face.hit_rules import HitRules, blocks_kept, blocks_of_hit
+from kvplane_core.spec.coordinator import Coordinator
+from kvplane_core.spec.requests import Requests
 from tests.router.tables import drafting, draw_entries, draw_spec
 
 

@@ -15,11 +15,11 @@ from kvplane.base.errors import FailedPrecondition, InvalidArgument
 from kvplane.base.groups import AlignSpec, GroupKind, ReplicaSpec
 from kvplane.base.step import Admit, Cache, News, Part, PartResult, Resume, Run, Step, StepResult
 from kvplane.session.rows import ResumeRow, resume_of
-from kvplane_service.core import inspect
-from kvplane_service.core.entries import Entries, KeyRun
-from kvplane_service.core.replica import Replica
-from kvplane_service.core.setup import states_for_drafts
-from kvplane_service.core.state import digest as state_digest
+from kvplane_core.face import inspect
+from kvplane_core.face.entries import Entries, KeyRun
+from kvplane_core.face.setup import states_for_drafts
+from kvplane_core.face.state import digest as state_digest
+from kvplane_core.spec.replica import Replica
 from tests.core.builders import (
     admit_row,
     changed,

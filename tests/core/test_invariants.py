@@ -11,10 +11,10 @@ import pytest
 
 from kvplane.base.groups import AlignSpec, TierKind, TierSpec
 from kvplane.base.step import End, Part, RowFlag
-from kvplane_service.core import invariants
-from kvplane_service.core.interface import BrokenInvariant
-from kvplane_service.core.invariants import check_in_slices
-from kvplane_service.core.replica import Replica
+from kvplane_core.face.interface import BrokenInvariant
+from kvplane_core.spec import invariants
+from kvplane_core.spec.invariants import check_in_slices
+from kvplane_core.spec.replica import Replica
 from tests.core.builders import Engine, digests, fake_digest, full, prompt_and_window, state, window
 from tests.core.test_retain import rows_for
 from tests.core.test_retained_tiers import OTHER, in_tier

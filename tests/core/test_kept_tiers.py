@@ -11,9 +11,9 @@ from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import TierKind, TierSpec
 from kvplane.base.session import OpenRequest
 from kvplane.base.stamps import Stamp
-from kvplane_service.core import inspect, setup
-from kvplane_service.core.entries import Entries
-from kvplane_service.core.replica import Replica
+from kvplane_core.face import inspect, setup
+from kvplane_core.face.entries import Entries
+from kvplane_core.spec.replica import Replica
 from kvplane_service.replicas.sessions import check_request
 from kvplane_service.replicas.stamps import disks_alone
 from tests.core.builders import compared, full, new_replica

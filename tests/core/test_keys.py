@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvplane_service.core import key_maps
-from kvplane_service.core.key_maps import WHOLE_MAP_BLOCKS, Entry, ShardedMap, new_map, parts_of, take_entries
+from kvplane_core.spec import key_maps
+from kvplane_core.spec.key_maps import WHOLE_MAP_BLOCKS, Entry, ShardedMap, new_map, parts_of, take_entries
 from tests.core.test_page_contents import CACHED_MIXES, run
 
 pytestmark = pytest.mark.specification  # its keys

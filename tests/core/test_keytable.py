@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvplane_service.core.keys import NULL_BLOCK, Key
-from kvplane_service.core.keytable import KeyTable
+from kvplane_core.face.keys import NULL_BLOCK, Key
+from kvplane_core.spec.keytable import KeyTable
 
 pytestmark = pytest.mark.specification  # its key table
 

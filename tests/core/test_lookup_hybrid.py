@@ -9,8 +9,8 @@ from itertools import permutations
 
 import pytest
 
-from kvplane_service.core.interface import INSIDE
-from kvplane_service.core.lookup import PrefixLookup
+from kvplane_core.face.interface import INSIDE
+from kvplane_core.spec.lookup import PrefixLookup
 from tests.core.builders import Engine, chunked, digests, full, ring, state, window
 
 A16 = "aaaabbbbccccdddd"

@@ -29,11 +29,11 @@ from kvplane.base.step import (
     Step,
 )
 from kvplane.session.rows import AdmitRow, NewsRow, PeekRow, part_of
-from kvplane_service.core import loader
-from kvplane_service.core.entries import Entries, KeyRun
-from kvplane_service.core.hazard import LEAST_REMEMBERED
-from kvplane_service.core.replica import Replica
-from kvplane_service.core.state import digest, export_state
+from kvplane_core.face import loader
+from kvplane_core.face.entries import Entries, KeyRun
+from kvplane_core.face.state import digest, export_state
+from kvplane_core.spec.hazard import LEAST_REMEMBERED
+from kvplane_core.spec.replica import Replica
 from tests.core.builders import (
     REFUSED,
     Engine,
@@ -52,12 +52,12 @@ from tests.core.spec_draws import draw_spec
 from tests.core.test_split import split_spec, unused_pools
 
 native = pytest.importorskip(
-    "kvplane_service.core.native",
+    "kvplane_core.face.native",
     reason="the core is not compiled: install g++ and install kvplane again",
     exc_type=ImportError,
 )
 if TYPE_CHECKING:
-    from kvplane_service.core.native import NativeReplica
+    from kvplane_core.face.native import NativeReplica
 else:
     NativeReplica = native.NativeReplica
 
@@ -425,12 +425,12 @@ def test_a_missing_library_is_named(monkeypatch):
 
 def test_a_library_of_other_sources_is_named_and_not_used(tmp_path, monkeypatch):
     """Its functions can lack what the Python files of this tree call."""
-    (tmp_path / "native").mkdir()
-    (tmp_path / "native" / "module.cpp").write_bytes(b"// of a later commit")
-    library = tmp_path / "native" / "_native.abi3.so"
+    (tmp_path / "cpp").mkdir()
+    (tmp_path / "cpp" / "module.cpp").write_bytes(b"// of a later commit")
+    library = tmp_path / "cpp" / "_native.abi3.so"
     library.write_bytes(b"of an earlier one")
-    monkeypatch.setattr(loader, "__file__", str(tmp_path / "loader.py"))
-    monkeypatch.delitem(sys.modules, "kvplane_service.core.native._native")
+    monkeypatch.setattr(loader, "__file__", str(tmp_path / "face" / "loader.py"))
+    monkeypatch.delitem(sys.modules, "kvplane_core.cpp._native")
     monkeypatch.setattr(loader, "_problem", loader._problem.__wrapped__)
     monkeypatch.setenv(loader.VARIABLE, "native")
     with pytest.raises(FailedPrecondition, match="compiled from other sources: run make"):

@@ -11,14 +11,14 @@ import pytest
 
 import native_build
 from kvplane.base.errors import InvalidArgument
-from kvplane_service.core import invariants
-from kvplane_service.core.inspect import check
-from kvplane_service.core.interface import BrokenInvariant
+from kvplane_core.face.inspect import check
+from kvplane_core.face.interface import BrokenInvariant
+from kvplane_core.spec import invariants
 from tests.core import native_damage
 from tests.core.test_invariants import FAULTS, NAME
 
 native = pytest.importorskip(
-    "kvplane_service.core.native",
+    "kvplane_core.face.native",
     reason="the core is not compiled: install g++ and install kvplane again",
     exc_type=ImportError,
 )

@@ -13,9 +13,9 @@ import pytest
 from kvplane.base.errors import InternalError, InvalidArgument, KvplaneError
 from kvplane.base.groups import EvictionPolicy, TierKind, TierSpec
 from kvplane.base.step import Admit, Cache, End, Facts, News, Part, Run, Step
-from kvplane_service.core.packed_values import pack_value
-from kvplane_service.core.replica import Replica
-from kvplane_service.core.state import digest, export_state
+from kvplane_core.face.packed_values import pack_value
+from kvplane_core.face.state import digest, export_state
+from kvplane_core.spec.replica import Replica
 from tests.core.builders import full, replica_spec
 from tests.core.images import changed, image_of, places, values_of
 from tests.core.specification import specification_of
@@ -24,7 +24,7 @@ from tests.core.test_page_contents import run
 from tests.core.test_tier_contents import run as with_tiers
 
 native = pytest.importorskip(
-    "kvplane_service.core.native",
+    "kvplane_core.face.native",
     reason="the core is not compiled: install g++ and install kvplane again",
     exc_type=ImportError,
 )

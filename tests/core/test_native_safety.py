@@ -17,12 +17,12 @@ import pytest
 
 from kvplane.base.errors import InternalError, InvalidArgument
 from kvplane.base.step import Admit, Budget, End, Facts, News, Part, Peek, Step
-from kvplane_service.core.replica import Replica
-from kvplane_service.core.state import digest, export_state
+from kvplane_core.face.state import digest, export_state
+from kvplane_core.spec.replica import Replica
 from tests.core.builders import full, replica_spec
 
 native = pytest.importorskip(
-    "kvplane_service.core.native",
+    "kvplane_core.face.native",
     reason="the core is not compiled: install g++ and install kvplane again",
     exc_type=ImportError,
 )

@@ -11,9 +11,9 @@ import pytest
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import EvictionPolicy, SavePolicy, TierKind, TierSpec
 from kvplane.base.step import Admit, Cache, News, Part, RowFlag, Step
-from kvplane_service.core.loading import load_state
-from kvplane_service.core.replica import Replica
-from kvplane_service.core.state import digest, export_state
+from kvplane_core.face.state import digest, export_state
+from kvplane_core.spec.loading import load_state
+from kvplane_core.spec.replica import Replica
 from tests.core.builders import changed, digests, full, open_step, replica_spec, window
 from tests.core.compared import CoresDiffer
 from tests.core.images import image_of, values_of
@@ -23,7 +23,7 @@ from tests.core.test_tiers import small_pools as small_pools
 from tests.core.tier_spoils import slots_of
 
 native = pytest.importorskip(
-    "kvplane_service.core.native",
+    "kvplane_core.face.native",
     reason="the core is not compiled: install g++ and install kvplane again",
     exc_type=ImportError,
 )

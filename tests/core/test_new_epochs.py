@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from kvplane.base.stamps import MAX_COUNTER, in_time
 from kvplane.base.step import CacheEvent, End, EventKind, RemoveReason
-from kvplane_service.core import dropping, freelist, in_flight, inspect
-from kvplane_service.core.cache_events import CacheEvents
-from kvplane_service.core.keys import NULL_BLOCK
+from kvplane_core.face import inspect
+from kvplane_core.face.cache_events import CacheEvents
+from kvplane_core.face.keys import NULL_BLOCK
+from kvplane_core.spec import dropping, freelist, in_flight
 from tests.core.builders import (
     GRANTED,
     REFERENCE,

@@ -8,9 +8,9 @@ import pytest
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.step import UNLIMITED, AdmitStatus, Cache, End, RowFlag, Step, Watermark
-from kvplane_service.core import inspect, state
-from kvplane_service.core.open_step import OpenStep
-from kvplane_service.core.part_rows import AdmitTerms, Update
+from kvplane_core.face import inspect, state
+from kvplane_core.face.part_rows import AdmitTerms, Update
+from kvplane_core.spec.open_step import OpenStep
 from tests.core.builders import (
     GRANTED,
     REFERENCE,

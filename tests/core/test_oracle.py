@@ -16,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import AlignSpec
 from kvplane.base.step import AdmitStatus, Facts, Part, RowFlag, Step
-from kvplane_service.core.replica import Replica
-from kvplane_service.core.state import digest as state_digest
+from kvplane_core.face.state import digest as state_digest
+from kvplane_core.spec.replica import Replica
 from tests.core.builders import (
     GRANTED,
     REFERENCE,

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvplane.base.groups import DENSE_RETENTION, AlignSpec, EvictionPolicy, GroupSpec, MambaMode
-from kvplane_service.core.setup import states_for_drafts
+from kvplane_core.face.setup import states_for_drafts
 from tests.core.builders import chunked, full, prompt_and_window, replica_spec, ring, state, window
 from tests.core.page_engine import RandomEngine
 from tests.core.page_memory import Left, WrongPage

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from kvplane.base.groups import AlignSpec, GroupKind, GroupSpec, MambaMode, ReplicaSpec
 from kvplane.base.step import Admit, AdmitStatus, End, Facts, News, Part, PartResult, RowFlag, Run, Step
-from kvplane_service.core import inspect
-from kvplane_service.core.replica import Replica
+from kvplane_core.face import inspect
+from kvplane_core.spec.replica import Replica
 from tests.core.builders import new_replica
 
 TOKENS = list(range(100, 200))

@@ -13,7 +13,7 @@ import pytest
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import AlignSpec
 from kvplane.base.step import EventKind, RemoveReason
-from kvplane_service.core.replica import Replica
+from kvplane_core.spec.replica import Replica
 from tests.core.builders import (
     GRANTED,
     REFUSED,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvplane.base.step import EventKind, RemoveReason
-from kvplane_service.core.inspect import take_snapshot
-from kvplane_service.core.pool import BlockPool
+from kvplane_core.face.inspect import take_snapshot
+from kvplane_core.spec.pool import BlockPool
 from tests.core.builders import Engine, fake_digest, full
 
 pytestmark = pytest.mark.specification  # its pool

@@ -11,7 +11,7 @@ from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import TierKind, TierSpec
 from kvplane.base.prefetch import NO_REQUEST, Prefetch, PrefetchOutcome
 from kvplane.base.step import Part, Step
-from kvplane_service.core.tiers import prefetch
+from kvplane_core.spec.tiers import prefetch
 from kvplane_service.decisions.text import operation_lines
 from tests.core.builders import admit_row, digests, full, state, window
 from tests.core.test_save_policies import crowd, finish

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplane import wire
-from kvplane_service.core import inspect
-from kvplane_service.core.entries import Entries, KeyRun
-from kvplane_service.core.keys import Key
-from kvplane_service.core.recovery import RecoveryOutcome
+from kvplane_core.face import inspect
+from kvplane_core.face.entries import Entries, KeyRun
+from kvplane_core.face.keys import Key
+from kvplane_core.face.recovery import RecoveryOutcome
 from tests.core.builders import GRANTED, Engine, digests, fake_digest, full, new_replica, sinks, state, window
 
 PROMPT = "aaaabbbbccccd"

@@ -1,4 +1,4 @@
-"""Retained prefixes are evicted after all others, and change nothing else: see `core/retained.py`."""
+"""Retained prefixes are evicted after all others, and change nothing else: see `spec/retained.py`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import AlignSpec, EvictionPolicy
 from kvplane.base.retain import MAX_RETAINED, MAX_RETAINED_NS, MAX_RETAINED_PER_BLOCK, Retain, RetainOutcome
 from kvplane.base.step import Part, Step
-from kvplane_service.core import inspect
-from kvplane_service.core.loading import load_state
-from kvplane_service.core.state import export_state, read_entries
+from kvplane_core.face import inspect
+from kvplane_core.face.state import export_state, read_entries
+from kvplane_core.spec.loading import load_state
 from kvplane_service.decisions.text import operation_lines
 from tests.core.builders import Engine, digests, full, new_replica, state, window
 from tests.core.test_split import split_spec

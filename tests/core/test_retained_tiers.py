@@ -9,9 +9,9 @@ import pytest
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import SavePolicy, TierKind, TierSpec
 from kvplane.base.retain import MAX_RETAINED_PER_BLOCK, RetainOutcome
-from kvplane_service.core import inspect
-from kvplane_service.core.loading import load_state
-from kvplane_service.core.state import export_state
+from kvplane_core.face import inspect
+from kvplane_core.face.state import export_state
+from kvplane_core.spec.loading import load_state
 from tests.core.builders import digests, full, replica_spec
 from tests.core.test_retain import OVER_BUDGET, RETAINED, retain
 from tests.core.test_tiers import Mover

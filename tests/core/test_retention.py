@@ -12,8 +12,8 @@ from __future__ import annotations
 import pytest
 
 from kvplane.base.groups import DENSE_RETENTION, AlignSpec
-from kvplane_service.core.coordinator import Coordinator
-from kvplane_service.core.requests import Requests
+from kvplane_core.spec.coordinator import Coordinator
+from kvplane_core.spec.requests import Requests
 from tests.core.builders import Engine, full, replica_spec, state, window
 
 ALIGNED = AlignSpec(4, 4096)

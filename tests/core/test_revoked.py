@@ -8,13 +8,13 @@ import pytest
 
 from kvplane.base.groups import ReplicaSpec, SavePolicy, TierKind, TierSpec
 from kvplane.base.step import Cache, Part, PartResult, RemoveReason, Step, StepResult
-from kvplane_service.core import inspect, setup
-from kvplane_service.core.entries import Entries
-from kvplane_service.core.keys import Key
-from kvplane_service.core.loading import load_state
-from kvplane_service.core.replica import Replica
-from kvplane_service.core.state import export_state
-from kvplane_service.core.tiers.tiers import Tiers
+from kvplane_core.face import inspect, setup
+from kvplane_core.face.entries import Entries
+from kvplane_core.face.keys import Key
+from kvplane_core.face.state import export_state
+from kvplane_core.spec.loading import load_state
+from kvplane_core.spec.replica import Replica
+from kvplane_core.spec.tiers.tiers import Tiers
 from tests.core.builders import full, new_replica
 from tests.core.specification import specification_of
 from tests.core.test_tiers import Mover

@@ -8,11 +8,11 @@ import pytest
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import SavePolicy, TierKind, TierSpec
-from kvplane_service.core import inspect
-from kvplane_service.core.loading import load_state
-from kvplane_service.core.state import export_state
-from kvplane_service.core.tiers.behind import SaveBehind
-from kvplane_service.core.tiers.wanted import Wanted
+from kvplane_core.face import inspect
+from kvplane_core.face.state import export_state
+from kvplane_core.spec.loading import load_state
+from kvplane_core.spec.tiers.behind import SaveBehind
+from kvplane_core.spec.tiers.wanted import Wanted
 from tests.core.builders import full, state, window
 from tests.core.test_tiers import Mover
 from tests.core.test_tiers import small_pools as small_pools

@@ -20,7 +20,7 @@ from kvplane.base import groups
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import AlignSpec, CommitRule, EvictionPolicy, GroupSpec, MambaMode, ReplicaSpec
 from kvplane.base.step import Admit, AdmitStatus, News, Part, RowFlag
-from kvplane_service.core import setup
+from kvplane_core.face import setup
 from tests.core.builders import Engine, chunked, cross, full, replica_spec, sinks, state, window
 from tests.core.spec_campaign import PromptEngine
 

@@ -10,8 +10,8 @@ import pytest
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import EvictionPolicy, GroupKind, GroupSpec
 from kvplane.wire.spec import decode_spec, encode_spec
-from kvplane_service.core.native.settings import of_group
-from kvplane_service.core.setup import check_spec
+from kvplane_core.face.native.settings import of_group
+from kvplane_core.face.setup import check_spec
 from tests.core.builders import Engine, chunked, full, replica_spec, ring, state, window
 from tests.core.spec_campaign import PromptEngine, Table, played
 from tests.core.spec_draws import draw_spec

@@ -1,4 +1,4 @@
-"""Split pages: superblocks that a state takes whole or blocks of attention share (`core/split.py`)."""
+"""Split pages: superblocks that a state takes whole or blocks of attention share (`spec/split.py`)."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import AlignSpec, CommitRule, EvictionPolicy, ReplicaSpec, TierKind, TierSpec
 from kvplane.base.step import Cache, News, Part, RemoveReason, Resume, Step
-from kvplane_service.core import inspect
-from kvplane_service.core.coordinator import Coordinator
-from kvplane_service.core.entries import Entries, KeyRun
-from kvplane_service.core.interface import Hit
-from kvplane_service.core.loading import load_state
-from kvplane_service.core.replica import Replica
-from kvplane_service.core.setup import SLACK
-from kvplane_service.core.split import SCARCE, SplitPool
-from kvplane_service.core.state import digest, export_state
+from kvplane_core.face import inspect
+from kvplane_core.face.entries import Entries, KeyRun
+from kvplane_core.face.interface import Hit
+from kvplane_core.face.setup import SLACK
+from kvplane_core.face.state import digest, export_state
+from kvplane_core.spec.coordinator import Coordinator
+from kvplane_core.spec.loading import load_state
+from kvplane_core.spec.replica import Replica
+from kvplane_core.spec.split import SCARCE, SplitPool
 from tests.core.builders import (
     GRANTED,
     NEVER_FITS,

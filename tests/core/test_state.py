@@ -11,13 +11,14 @@ import pytest
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import EvictionPolicy
 from kvplane.base.step import Step
-from kvplane_service.core import inspect, state, state_entries
-from kvplane_service.core.in_flight import InFlightTracker
-from kvplane_service.core.loading import load_state
-from kvplane_service.core.pool import BlockPool
-from kvplane_service.core.replica import Replica
-from kvplane_service.core.requests import Requests
-from kvplane_service.core.state import export_state, slices
+from kvplane_core.face import inspect, state
+from kvplane_core.face.state import export_state, slices
+from kvplane_core.spec import state_entries
+from kvplane_core.spec.in_flight import InFlightTracker
+from kvplane_core.spec.loading import load_state
+from kvplane_core.spec.pool import BlockPool
+from kvplane_core.spec.replica import Replica
+from kvplane_core.spec.requests import Requests
 from tests.core.builders import full, replica_spec
 from tests.core.page_engine import RandomEngine
 from tests.core.test_page_contents import ALL_MIXES, STEPS

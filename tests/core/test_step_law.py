@@ -31,9 +31,9 @@ from kvplane.base.step import (
     Run,
     Step,
 )
-from kvplane_service.core import inspect
-from kvplane_service.core.replica import Replica
-from kvplane_service.core.state import digest as state_digest
+from kvplane_core.face import inspect
+from kvplane_core.face.state import digest as state_digest
+from kvplane_core.spec.replica import Replica
 from tests.core.builders import (
     REFERENCE,
     SAFE,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvplane.base.groups import TierKind, TierSpec
-from kvplane_service.core.setup import states_for_drafts
+from kvplane_core.face.setup import states_for_drafts
 from tests.core.builders import replica_spec
 from tests.core.save_rules import uses_noted, with_checkpoints, with_policies, with_shares
 from tests.core.test_page_contents import MIXES

@@ -7,9 +7,9 @@ import pytest
 from kvplane.base.declined import WhyDeclined
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.step import Cache
-from kvplane_service.core import setup
-from kvplane_service.core.loading import load_state
-from kvplane_service.core.state import export_state
+from kvplane_core.face import setup
+from kvplane_core.face.state import export_state
+from kvplane_core.spec.loading import load_state
 from tests.core.builders import GRANTED, compared, digests, full
 from tests.core.test_tiers import DISK, HOST, Mover
 

@@ -23,10 +23,10 @@ from kvplane.base.step import (
     RowFlag,
     Run,
 )
-from kvplane_service.core import inspect, setup
-from kvplane_service.core.loading import load_state
-from kvplane_service.core.replica import Replica
-from kvplane_service.core.state import export_state
+from kvplane_core.face import inspect, setup
+from kvplane_core.face.state import export_state
+from kvplane_core.spec.loading import load_state
+from kvplane_core.spec.replica import Replica
 from tests.core.builders import DEFERRED, GRANTED, REFUSED, Engine, compared, full, replica_spec, state, stored, window
 
 HOST, DISK = TierSpec(TierKind.HOST, 64), TierSpec(TierKind.DISK, 64)

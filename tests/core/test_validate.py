@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import kvplane_core
 from kvplane.base.errors import FailedPrecondition, InvalidArgument
 from kvplane.base.groups import MAX_BLOCKS, MAX_TOKENS, HashAlgorithm, MambaMode, ReplicaSpec
 from kvplane.base.step import (
@@ -26,13 +27,12 @@ from kvplane.base.step import (
     Run,
     Step,
 )
-from kvplane_service import core
-from kvplane_service.core.interface import MAX_SLOTS
-from kvplane_service.core.reasons import TEXTS
-from kvplane_service.core.replica import Replica
-from kvplane_service.core.setup import check_spec
-from kvplane_service.core.state import digest as state_digest
-from kvplane_service.core.validate import MAX_LOOKAHEAD
+from kvplane_core.face.interface import MAX_SLOTS
+from kvplane_core.face.reasons import TEXTS
+from kvplane_core.face.setup import check_spec
+from kvplane_core.face.state import digest as state_digest
+from kvplane_core.spec.replica import Replica
+from kvplane_core.spec.validate import MAX_LOOKAHEAD
 from tests.core.builders import (
     BLOCK,
     Engine,
@@ -51,7 +51,7 @@ from tests.core.builders import (
 from tests.core.specification import specification_of
 
 try:
-    from kvplane_service.core import native
+    from kvplane_core.face import native
 except ImportError:  # it is not compiled
     native = None  # type: ignore[assignment]
 
@@ -324,10 +324,10 @@ REFUSES = re.compile(r'(?:[Rr]efuse\((?:[^"()]*\? )?|Refused\{\{)"([a-z ]+)"')
 
 def test_both_cores_give_the_reasons_that_have_texts():
     """And no others: a reason without a text would be no error for people."""
-    folder = Path(core.__file__).parent
+    folder = Path(kvplane_core.__file__).parent
     files = {"validate.py", "open_step.py", "resume.py"}
-    of_python = "".join((folder / name).read_text() for name in files)
-    headers = sorted((folder / "native").glob("*.h"))
+    of_python = "".join((folder / "spec" / name).read_text() for name in files)
+    headers = sorted((folder / "cpp").glob("*.h"))
     of_compiled = "".join(path.read_text() for path in headers if not path.name.startswith("bind_image"))
     assert not [reason for reason in TEXTS if f'"{reason}"' not in of_python]
     assert not [reason for reason in TEXTS if f'"{reason}"' not in of_compiled]

@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 
 from kvplane.base.step import PartResult, RemoveReason, Step
-from kvplane_service.core import retaining
-from kvplane_service.core.facts import FactApplier
-from kvplane_service.core.in_flight import InFlightTracker
-from kvplane_service.core.interface import Hit
-from kvplane_service.core.pool import BlockPool
-from kvplane_service.core.preempted import leave_hit
-from kvplane_service.core.tiers import tiers
-from kvplane_service.core.tiers.behind import SaveBehind
-from kvplane_service.core.tiers.loads import Choice, TierLoads
-from kvplane_service.core.tiers.tier import Tier
-from kvplane_service.core.tiers.tiers import Move, Tiers
-from kvplane_service.core.tiers.wanted import Wanted
+from kvplane_core.face.interface import Hit
+from kvplane_core.spec import retaining
+from kvplane_core.spec.facts import FactApplier
+from kvplane_core.spec.in_flight import InFlightTracker
+from kvplane_core.spec.pool import BlockPool
+from kvplane_core.spec.preempted import leave_hit
+from kvplane_core.spec.tiers import tiers
+from kvplane_core.spec.tiers.behind import SaveBehind
+from kvplane_core.spec.tiers.loads import Choice, TierLoads
+from kvplane_core.spec.tiers.tier import Tier
+from kvplane_core.spec.tiers.tiers import Move, Tiers
+from kvplane_core.spec.tiers.wanted import Wanted
 from kvplane_service.replicas.events import EventLog, PublicationHold
 from tests.core.test_page_contents import MIXES
 from tests.core.test_tier_contents import run

@@ -23,8 +23,8 @@ from kvplane.base.groups import ReplicaSpec, TierKind
 from kvplane.base.prefetch import NO_REQUEST, Prefetch
 from kvplane.base.stamps import in_time
 from kvplane.base.step import ANY_HIT, Admit, Cache, End, Facts, Part, PartResult, RowFlag
-from kvplane_service.core import setup
-from kvplane_service.core.entries import Entries
+from kvplane_core.face import setup
+from kvplane_core.face.entries import Entries
 from kvplane_service.replicas.stamps import disks_alone
 from tests.core import page_scheduler
 from tests.core.page_engine import RandomEngine

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvplane.base.groups import Medium
 from kvplane.base.step import Cache, Orders, Part, PartResult
-from kvplane_service.core.entries import Entries
+from kvplane_core.face.entries import Entries
 from tests.core.follower import Follower
 from tests.core.page_memory import Page
 

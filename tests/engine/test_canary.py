@@ -14,7 +14,7 @@ from kvplane.base.groups import TierKind, TierSpec
 from kvplane.base.hashing import split_hashes
 from kvplane.base.layer_spec import DType
 from kvplane.base.step import NO_EXTRA_KEYS, Cache, RowFlag
-from kvplane_service.core import setup
+from kvplane_core.face import setup
 from kvplane_service.decisions.log import Decision
 from kvplane_service.unary.hashing import hash_tokens
 from kvplane_worker.engine import canary

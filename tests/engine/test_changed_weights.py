@@ -12,7 +12,7 @@ import pytest
 
 from kvplane.base.groups import TierKind, TierSpec
 from kvplane.base.step import ExtraKeys, RowFlag
-from kvplane_service.core import setup
+from kvplane_core.face import setup
 from kvplane_service.explain.causes import Cause
 from kvplane_worker.engine.config import BOS, ModelConfig
 from kvplane_worker.engine.request import Request

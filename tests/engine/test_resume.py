@@ -7,9 +7,9 @@ import pytest
 from kvplane.base.errors import InvalidArgument, KvplaneError, Unavailable
 from kvplane.base.session import Opened, OpenRequest, SessionTransport
 from kvplane.base.step import Step, StepResult
+from kvplane_core.face import loader
+from kvplane_core.face.interface import ReplicaCore
 from kvplane_service.config import Config
-from kvplane_service.core import loader
-from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.registry import Registry
 from kvplane_service.replicas.inprocess import InProcessTransport
 from kvplane_service.replicas.recovery import Recovering

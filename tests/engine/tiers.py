@@ -25,9 +25,9 @@ from kvplane.base.groups import GroupKind, TierKind, TierSpec
 from kvplane.base.job_table import JobKind, JobRow
 from kvplane.base.step import Part, RowFlag, StepResult
 from kvplane.tier_jobs import TierJobs
+from kvplane_core.face import setup
 from kvplane_kernels.interface import GroupPages
 from kvplane_kernels.torch_ops import TorchOps
-from kvplane_service.core import setup
 from kvplane_worker.engine.config import EVEN, AttentionLayer, LayerConfig, ModelConfig
 from kvplane_worker.engine.engine import Engine
 from kvplane_worker.tiers import HostSlots, Movers

@@ -20,11 +20,11 @@ from kvplane.session.options import draw_nonce
 from kvplane.session.reopening import Revival
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.wire.sources import encode_layer_source
+from kvplane_core.face import inspect
 from kvplane_kernels.interface import PagedOps
 from kvplane_kernels.torch_ops import TorchOps
 from kvplane_plan.planner import Layout, PlanOptions, Worker, plan_cache, to_rank_plan
 from kvplane_service.config import Config
-from kvplane_service.core import inspect
 from kvplane_service.registry import Registration, Registry
 from kvplane_service.replicas.host import ReplicaHost
 from kvplane_service.replicas.inprocess import InProcessTransport

@@ -46,7 +46,7 @@ def main(seconds: int) -> None:
 
 def fuzz_steps(seconds: int) -> None:
     """Fuzz the compiled core for this time; never returns."""
-    with atheris.instrument_imports(include=["kvplane_service.core"]):
+    with atheris.instrument_imports(include=["kvplane_core"]):
         from tests.fuzz import steps
     memory = Memory()
 

@@ -14,7 +14,7 @@ from typing import Any
 from kvplane.base.prefetch import NO_REQUEST, Prefetch
 from kvplane.base.retain import Retain
 from kvplane.base.step import Admit, Budget, Cache, ExtraKeys, Facts, News, OnRefusal, Part, Peek, Resume, RowFlag, Run
-from kvplane_service.core.replica import Replica
+from kvplane_core.spec.replica import Replica
 
 SLOTS = range(6)
 MOST = 12  # entries of a column that is drawn

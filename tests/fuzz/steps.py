@@ -23,12 +23,12 @@ from typing import Any
 from kvplane.base.errors import KvplaneError
 from kvplane.base.groups import CommitRule, GroupKind, GroupSpec, ReplicaSpec, TierKind, TierSpec
 from kvplane.base.step import ExtraKeys, Part, Step
-from kvplane_service.core import native
-from kvplane_service.core.inspect import check
-from kvplane_service.core.loading import load_state
-from kvplane_service.core.replica import Replica
-from kvplane_service.core.setup import check_spec, states_for_drafts
-from kvplane_service.core.state import digest, export_state
+from kvplane_core.face import native
+from kvplane_core.face.inspect import check
+from kvplane_core.face.setup import check_spec, states_for_drafts
+from kvplane_core.face.state import digest, export_state
+from kvplane_core.spec.loading import load_state
+from kvplane_core.spec.replica import Replica
 from tests.core import page_engine
 from tests.core.builders import cross, fake_digest, full, prompt_and_window, replica_spec, ring, sinks, state, window
 from tests.core.compared import ComparedCores, CoresDiffer

@@ -14,8 +14,8 @@ from kvplane.base.errors import InvalidArgument
 from kvplane.base.step import StepResult
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.v1 import worker_pb2 as pb_of_worker
+from kvplane_core.face.state import digest
 from kvplane_service.auth.visible import VisibleReplicas
-from kvplane_service.core.state import digest
 from kvplane_service.replicas.host import ReplicaHost
 from kvplane_service.replicas.step_order import Turn
 from kvplane_worker.lending.writer import ProcessName, Writer

@@ -32,12 +32,12 @@ from google.rpc import code_pb2
 from kvplane.base.errors import PermissionDenied, Unauthenticated
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.wire.spec import decode_spec
+from kvplane_core.face.inspect import check
+from kvplane_core.face.state import digest
 from kvplane_service.auth.gate import ANONYMOUS, CALL, Gate
 from kvplane_service.auth.identity import Identities, Proof
 from kvplane_service.auth.scopes import METHODS as RULES
 from kvplane_service.auth.scopes import Scope
-from kvplane_service.core.inspect import check
-from kvplane_service.core.state import digest
 from kvplane_service.registry import Registration, Registry
 from kvplane_service.rpc.about import About
 from kvplane_service.rpc.server import CallFilters, RpcServer

@@ -45,7 +45,7 @@ def test_import_contracts_hold_for_the_copy(clean_copy):
 CLIENT = "clients/python/kvplane"
 BASE = "clients/python/kvplane/base"
 SHELL = "service/kvplane_service"
-CORE = "service/kvplane_service/core"
+CORE = "service/kvplane_core"
 WORKER = "gpu_worker/kvplane_worker"
 TOOLS = "service/kvplane_tools"
 KERNELS = "gpu_worker/kvplane_kernels"
@@ -67,8 +67,8 @@ FLEET = "service/kvplane_fleet/router"
         (WORKER, "import kvplane_service", "kvplane_service"),
         (SHELL, "import kvplane_worker", "kvplane_worker"),
         (CORE, "import kvplane.v1.step_pb2", "kvplane.v1"),
-        (CORE, "import kvplane_service.shell_part", "kvplane_service.shell_part"),
-        (SHELL + "/replicas", "import kvplane_service.core.replica", "kvplane_service.core.replica"),
+        (CORE, "import kvplane_service.shell_part", "kvplane_service"),
+        (SHELL + "/replicas", "import kvplane_core.spec.replica", "kvplane_core.spec"),
         (SHELL + "/replicas", "import kvplane_service.unary", "kvplane_service.unary"),
         (SHELL + "/store", "import kvplane_service.telemetry", "kvplane_service.telemetry"),
         (TOOLS + "/replay", "import kvplane_tools.cli", "kvplane_tools.cli"),
@@ -79,6 +79,8 @@ FLEET = "service/kvplane_fleet/router"
         (FLEET, "import kvplane_tools", "kvplane_tools"),
         (WORKER + "/engine", "import kvplane_worker.process", "kvplane_worker.process"),
         (KERNELS + "/torch_ops", "import kvplane_kernels.triton_ops", "kvplane_kernels.triton_ops"),
+        (CORE + "/face", "import kvplane_core.spec.pool", "kvplane_core.spec"),
+        (KERNELS, "import kvplane_core", "kvplane_core"),
         (CORE, "import random", "random"),
         (CORE, "import grpc", "grpc"),
     ],

@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.packaging, pytest.mark.timeout(300)]
 
 PACKAGES = {
     "kvplane",
+    "kvplane_core",
     "kvplane_fleet",
     "kvplane_kernels",
     "kvplane_plan",

@@ -19,9 +19,9 @@ from kvplane.base.sources import LayerSource, ModelSource
 from kvplane.base.step import AdmitStatus, Budget, End, PartResult, Step
 from kvplane.session.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
 from kvplane.v1 import allocation_pb2 as pb
+from kvplane_core.spec.replica import Replica
 from kvplane_plan.models.catalogue import MODELS
 from kvplane_plan.models.shapes import MAX_SPECULATIVE_TOKENS
-from kvplane_service.core.replica import Replica
 from kvplane_service.rpc.sources import plan_source
 
 HYBRID = ["jamba-v0.1", "qwen3-next-80b"]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from random import Random
 
 from kvplane.base.groups import CommitRule, GroupKind, GroupSpec, MambaMode, ReplicaSpec
-from kvplane_service.core.setup import check_spec
+from kvplane_core.face.setup import check_spec
 
 SIZES = (4, 8, 16)
 FULL = (GroupKind.FULL_ATTENTION, GroupKind.MLA)

@@ -12,9 +12,9 @@ from kvplane.base.errors import KvplaneError
 from kvplane.base.groups import GroupKind, GroupSpec, ReplicaSpec
 from kvplane.base.session import Opened, OpenRequest
 from kvplane.base.step import Part, Step, StepResult
+from kvplane_core.face.inspect import check
+from kvplane_core.face.state import digest
 from kvplane_service.config import Config
-from kvplane_service.core.inspect import check
-from kvplane_service.core.state import digest
 from kvplane_service.replicas.host import ReplicaHost, new_replica
 from kvplane_service.replicas.step_order import UnaryStep
 

@@ -10,9 +10,9 @@ from kvplane.base.groups import ReplicaSpec
 from kvplane.base.session import MirrorTerms, OpenRequest
 from kvplane.base.step import Step, StepResult
 from kvplane.wire.mirror import Mirrored, answer_digest
-from kvplane_service.core.open_step import OpenStep
-from kvplane_service.core.replica import Replica
-from kvplane_service.core.state import digest, export_state
+from kvplane_core.face.state import digest, export_state
+from kvplane_core.spec.open_step import OpenStep
+from kvplane_core.spec.replica import Replica
 from tests.core.builders import SAFE, replica_spec
 from tests.core.test_open_step import Engine
 from tests.core.test_step_law import MIXES

@@ -9,10 +9,10 @@ from kvplane.base.groups import AlignSpec, GroupKind, GroupSpec, MambaMode, Repl
 from kvplane.base.session import OpenRequest
 from kvplane.base.step import Part, StepResult
 from kvplane.blocking.session import Session
+from kvplane_core.face.inspect import check
+from kvplane_core.face.interface import ReplicaCore
+from kvplane_core.face.state import digest
 from kvplane_service.config import Config
-from kvplane_service.core.inspect import check
-from kvplane_service.core.interface import ReplicaCore
-from kvplane_service.core.state import digest
 from kvplane_service.registry import Registration, Registry
 from kvplane_service.replicas.inprocess import InProcessTransport
 from kvplane_tools.replay.engine import Engine

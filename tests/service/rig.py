@@ -23,9 +23,9 @@ from kvplane.v1.admin_pb2_grpc import AdminStub
 from kvplane.v1.allocation_pb2_grpc import AllocationStub
 from kvplane.v1.replica_pb2 import GroupSpec, ReplicaSpec
 from kvplane.v1.step_pb2 import StepError
+from kvplane_core.face import loader
+from kvplane_core.face.interface import ReplicaCore
 from kvplane_service.config import Config
-from kvplane_service.core import loader
-from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.process.app import App
 
 T = TypeVar("T")

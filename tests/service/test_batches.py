@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvplane import wire
 from kvplane.base.step import CacheEvent, EventKind, RemoveReason
 from kvplane.v1 import events_pb2
-from kvplane_service.core.cache_events import CacheEvents
+from kvplane_core.face.cache_events import CacheEvents
 from kvplane_service.replicas.events import Batch
 from kvplane_service.rpc.events import encode_batch
 

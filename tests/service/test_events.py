@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvplane.base.errors import InvalidArgument, LimitExceeded, NotFound
 from kvplane.base.step import CacheEvent, EventKind, RemoveReason
-from kvplane_service.core.cache_events import CacheEvents
+from kvplane_core.face.cache_events import CacheEvents
 from kvplane_service.decisions.packed_log import LogBudget
 from kvplane_service.replicas.events import Batch, EventLog, PublicationHold
 from tests.core.follower import Follower, Shown

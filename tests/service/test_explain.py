@@ -27,8 +27,8 @@ from kvplane.base.step import (
 )
 from kvplane.v1 import admin_pb2 as pb
 from kvplane.v1.allocation_pb2 import RequestContent
+from kvplane_core.spec.tiers import loads
 from kvplane_service.config import Config
-from kvplane_service.core.tiers import loads
 from kvplane_service.explain.causes import Cause
 from kvplane_service.explain.service import Explanation, Prompt, explain_prompt, explain_request
 from kvplane_service.runtime.executors import Executor

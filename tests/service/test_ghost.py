@@ -27,7 +27,7 @@ from kvplane.base.step import (
     StepResult,
 )
 from kvplane.session.builder import StepBuilder
-from kvplane_service.core.replica import Replica
+from kvplane_core.spec.replica import Replica
 from kvplane_service.decisions.ghost import DEPTH, SIZES, GhostLru, MissCurve
 from kvplane_service.decisions.log import Decision, Life
 from tests.service.hosts import BLOCK, FULL, HostWorld, spec_of

@@ -13,8 +13,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvplane.base.errors import NotFound
 from kvplane.base.step import Admit, End, Facts, News, Part, Step
+from kvplane_core.face.interface import BrokenInvariant
 from kvplane_service.config import Config
-from kvplane_service.core.interface import BrokenInvariant
 from kvplane_service.replicas.idle_check import MAX_CHARS, PAUSE_S, Outcome, check_in_background, log_broken
 from tests.core.specification import specification_of
 from tests.service.hosts import HostWorld, spec_of
@@ -224,7 +224,7 @@ def test_a_state_that_cannot_be_read_is_a_finding(monkeypatch):
 
 
 def test_a_compiled_core_is_checked_in_slices(monkeypatch):
-    pytest.importorskip("kvplane_service.core.native", exc_type=ImportError)
+    pytest.importorskip("kvplane_core.face.native", exc_type=ImportError)
     monkeypatch.setenv("KVPLANE_CORE", "native")
     background = Background()
     assert background.run(60) == {"passed": 1}
@@ -233,7 +233,7 @@ def test_a_compiled_core_is_checked_in_slices(monkeypatch):
 
 def test_the_check_of_a_compiled_core_reads_nothing_after_a_change():
     """What a change has freed is never read, even by a caller that does not notice the change."""
-    native = pytest.importorskip("kvplane_service.core.native", exc_type=ImportError)
+    native = pytest.importorskip("kvplane_core.face.native", exc_type=ImportError)
     core = native.NativeReplica(spec_of(num_blocks=MANY_BLOCKS))
     slices = core.check_in_slices()
     next(slices)

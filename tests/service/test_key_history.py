@@ -9,7 +9,7 @@ import pytest
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.step import NO_EXTRA_KEYS, Cache, EventKind, Part, RowFlag
-from kvplane_service.core import setup
+from kvplane_core.face import setup
 from kvplane_service.explain.history import Change, KeyName, read_history
 from kvplane_service.explain.service import explain_block
 from kvplane_service.replicas.host import ReplicaHost

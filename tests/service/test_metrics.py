@@ -17,10 +17,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvplane.base.errors import InternalError, InvalidArgument, Unavailable
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.step import Admit, Budget, Cache, End, Facts, News, Part, Run
+from kvplane_core.face import loader
+from kvplane_core.face.state import export_state
+from kvplane_core.spec.loading import load_state
 from kvplane_service.config import Config
-from kvplane_service.core import loader
-from kvplane_service.core.loading import load_state
-from kvplane_service.core.state import export_state
 from kvplane_service.registry import Registration, Registry
 from kvplane_service.rpc.encode import encode_summary
 from kvplane_service.telemetry.collector import ServiceCollector

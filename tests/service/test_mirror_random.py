@@ -15,7 +15,7 @@ import pytest
 from kvplane.base.errors import InvalidArgument
 from kvplane.session.mirror_log import Iteration, MirrorLog, Piece
 from kvplane.wire.mirror import Mirrored, answer_digest
-from kvplane_service.core.state import digest, slices
+from kvplane_core.face.state import digest, slices
 from tests.core.follower import Follower, _published
 from tests.core.specification import specification_of
 from tests.core.test_step_law import MIXES

@@ -18,7 +18,8 @@ from kvplane.base.errors import InvalidArgument, KvplaneError, NotFound, OtherWr
 from kvplane.base.session import OpenRequest
 from kvplane.base.step import CacheEvent, End, EventKind, Part, Step
 from kvplane.session.rows import AdmitRow, FactRow, NewsRow, part_of
-from kvplane_service.core import dropping, freelist, in_flight, inspect
+from kvplane_core.face import inspect
+from kvplane_core.spec import dropping, freelist, in_flight
 from kvplane_service.replicas import engine_lives as lives
 from kvplane_service.replicas.host import ReplicaState
 from kvplane_service.replicas.step_order import UnaryStep
@@ -36,7 +37,7 @@ def small_slices(monkeypatch):
     for module in (dropping, freelist, in_flight):
         monkeypatch.setattr(module, "SLICE_BLOCKS", 4)
     with suppress(ImportError):  # the compiled core
-        monkeypatch.setattr("kvplane_service.core.native.SLICE_BLOCKS", 4)
+        monkeypatch.setattr("kvplane_core.face.native.SLICE_BLOCKS", 4)
     monkeypatch.setattr(lives, "SLICE_NS", 0)
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from kvplane.base.errors import NotFound
 from kvplane.base.session import OpenRequest
 from kvplane.base.step import Admit, CacheEvent, End, EventKind, Facts, News, Part, RemoveReason, Step
+from kvplane_core.face.cache_events import CacheEvents
 from kvplane_service.config import Config
-from kvplane_service.core.cache_events import CacheEvents
 from kvplane_service.decisions import packing
 from kvplane_service.decisions.log import Decision, DecisionLog, Life
 from kvplane_service.decisions.packed_log import LogBudget, PackedLog

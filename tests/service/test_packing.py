@@ -18,7 +18,7 @@ from kvplane.base import step as types
 from kvplane.base.groups import Medium
 from kvplane.base.packed_ints import PackedInts
 from kvplane.base.step import CacheEvent, End, EventKind, Facts, Part, PartResult, Step, StepResult
-from kvplane_service.core.cache_events import CacheEvents, runs_of
+from kvplane_core.face.cache_events import CacheEvents, runs_of
 from kvplane_service.decisions import packing
 from kvplane_service.decisions.log import Decision, without_tokens
 from kvplane_service.decisions.packing import pack_decision, unpack_decision

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvplane.base.groups import GroupKind, GroupSpec, ReplicaSpec
-from kvplane_service.core.inspect import check
+from kvplane_core.face.inspect import check
 from kvplane_tools.replay.plan import EngineConfig
 from kvplane_tools.replay.workloads import TraceFile
 from tests.service.replaying import begin, spec_of

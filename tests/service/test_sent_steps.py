@@ -15,8 +15,8 @@ from kvplane.base.step import ExtraKeys, Facts, News, Part, Resume, Run, Step, S
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.v1 import step_pb2
 from kvplane.wire.parsing import parse
-from kvplane_service.core.interface import HAS_KEYS, ReadStep
-from kvplane_service.core.replica import Replica
+from kvplane_core.face.interface import HAS_KEYS, ReadStep
+from kvplane_core.spec.replica import Replica
 from kvplane_service.decisions.log import without_tokens
 from kvplane_service.decisions.packing import pack_decision
 from kvplane_service.decisions.sent import Record, SentResult, SentStep, answered, kinds_of
@@ -29,12 +29,12 @@ from tests.service.hosts import spec_of
 from tests.service.test_packing import finish
 
 native = pytest.importorskip(
-    "kvplane_service.core.native",
+    "kvplane_core.face.native",
     reason="the core is not compiled: install g++ and install kvplane again",
     exc_type=ImportError,
 )
 if TYPE_CHECKING:
-    from kvplane_service.core.native import NativeReplica
+    from kvplane_core.face.native import NativeReplica
 else:
     NativeReplica = native.NativeReplica
 AT_NS, TOOK_NS = 1 << 50, 70_000

@@ -15,9 +15,9 @@ from kvplane.base.groups import CommitRule, HashAlgorithm, SavePolicy, TierKind,
 from kvplane.base.step import Admit, Cache, News, Part, RowFlag, Run, Step
 from kvplane.v1 import plan_pb2, replica_pb2
 from kvplane.wire.spec import encode_tiers
+from kvplane_core.face import setup
+from kvplane_core.face.state import digest
 from kvplane_service.config import Config
-from kvplane_service.core import setup
-from kvplane_service.core.state import digest
 from kvplane_service.registry import Registration, Registry
 from tests.core.specification import specification_of
 from tests.service.hosts import spec_of

@@ -9,6 +9,7 @@ from kvplane.base.events import EventBatch
 from kvplane.base.groups import Medium
 from kvplane.base.step import Cache, CacheEvent, End, EventKind, RemoveReason
 from kvplane.session.rows import AdmitRow, FactRow, NewsRow, part_of
+from kvplane_core.face import setup
 from kvplane_fleet.faults import Faults
 from kvplane_fleet.follow.replica_source import ReplicaSource
 from kvplane_fleet.hits import claims
@@ -18,7 +19,6 @@ from kvplane_fleet.publish import wire_events
 from kvplane_fleet.settings import PlaceSettings
 from kvplane_fleet.wire.events import GroupFormat, Removed, Stored, Tier
 from kvplane_fleet.wire.msgpack import BatchDecoder
-from kvplane_service.core import setup
 from tests.core.specification import specification_of
 from tests.service.tiered import Served
 

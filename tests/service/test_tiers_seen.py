@@ -15,9 +15,9 @@ from kvplane.base.retain import Retain
 from kvplane.base.step import ExtraKeys, Part, RowFlag, Step
 from kvplane.base.worker import TierUse, WorkerInfo
 from kvplane.v1.replica_pb2 import TIER_KIND_DISK, TIER_KIND_HOST
-from kvplane_service.core import setup
-from kvplane_service.core.loading import load_state
-from kvplane_service.core.state import export_state
+from kvplane_core.face import setup
+from kvplane_core.face.state import export_state
+from kvplane_core.spec.loading import load_state
 from kvplane_service.rpc.encode import encode_description
 from kvplane_service.runtime.reports import StoreReport, StoreState
 from kvplane_service.telemetry.collector import ServiceCollector

@@ -11,7 +11,7 @@ from kvplane.base.rank_plan import RankPlan
 from kvplane.base.step import Admit, News, Part, RowFlag, Step
 from kvplane.v1.allocation_pb2 import RegisterReplicaRequest
 from kvplane.v1.replica_pb2 import ModelSource
-from kvplane_service.core.replica import Replica
+from kvplane_core.spec.replica import Replica
 from kvplane_service.rpc.sources import plan_source
 from tests.core.builders import fake_digest
 

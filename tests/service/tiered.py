@@ -11,8 +11,8 @@ from kvplane.base.groups import Medium, ReplicaSpec, TierKind, TierSpec
 from kvplane.base.step import Cache, CacheEvent, End, EventKind, PartResult, RemoveReason, RowFlag
 from kvplane.base.worker import TierUse, WorkerInfo
 from kvplane.session.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
+from kvplane_core.face import setup
 from kvplane_service.config import Config
-from kvplane_service.core import setup
 from kvplane_service.registry import Registration, Registry
 from kvplane_service.telemetry.collector import ServiceCollector
 from tests.core.follower import Follower

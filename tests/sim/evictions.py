@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvplane.base.step import CacheEvent, RemoveReason
-from kvplane_service.core.keys import Key
-from kvplane_service.core.replica import Replica
+from kvplane_core.face.keys import Key
+from kvplane_core.spec.replica import Replica
 from kvplane_service.decisions.log import Decision
 from tests.core.follower import entries
 from tests.core.page_memory import Memory, Page

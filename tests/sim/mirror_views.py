@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvplane.base.step import EventKind
-from kvplane_service.core.state import digest as state_digest
+from kvplane_core.face.state import digest as state_digest
 from kvplane_service.decisions import log as decisions
 from tests.core.specification import specification_of
 from tests.sim import history

@@ -29,9 +29,9 @@ from kvplane.wire.mirror import (
     slice_message,
 )
 from kvplane.wire.stream import heartbeat_message
-from kvplane_service.core.replica import Replica
-from kvplane_service.core.state import digest as state_digest
-from kvplane_service.core.state import slices
+from kvplane_core.face.state import digest as state_digest
+from kvplane_core.face.state import slices
+from kvplane_core.spec.replica import Replica
 from kvplane_service.replicas.host import ReplicaHost
 from tests.core.builders import new_replica
 from tests.core.page_memory import WrongPage

@@ -14,10 +14,10 @@ from kvplane.base.stamp_table import agreed_stamps
 from kvplane.base.step import EventKind
 from kvplane.base.worker import WorkerInfo
 from kvplane.v1 import allocation_pb2, plan_pb2
+from kvplane_core.face import inspect
+from kvplane_core.face.interface import BrokenInvariant
 from kvplane_service.auth.visible import VisibleReplicas
 from kvplane_service.config import Config
-from kvplane_service.core import inspect
-from kvplane_service.core.interface import BrokenInvariant
 from kvplane_service.decisions import log as decisions
 from kvplane_service.registry import Entry, Registration, Registry, UnknownReplica
 from kvplane_service.replicas.events import Batch, Subscription

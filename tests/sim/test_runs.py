@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvplane_service.core import loader
-from kvplane_service.core.replica import Replica
+from kvplane_core.face import loader
+from kvplane_core.spec.replica import Replica
 from tests.service.hosts import spec_of
 from tests.sim.campaign import KEPT, campaign
 from tests.sim.world import World, run

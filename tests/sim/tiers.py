@@ -27,7 +27,7 @@ from kvplane.base.stamps import in_time
 from kvplane.base.step import Cache, Part, StepResult
 from kvplane.session.reopening import Revival
 from kvplane.tier_jobs import TierJobs
-from kvplane_service.core.replica import Replica
+from kvplane_core.spec.replica import Replica
 from kvplane_worker.tiers import MoverMemory, Movers
 from kvplane_worker.tiers.kept import kept_of
 from kvplane_worker.tiers.movers import PIECE_BYTES, Job

@@ -19,7 +19,7 @@ from kvplane.base.stamp_table import StampTable, table_bytes
 from kvplane.base.worker import WorkerInfo, WorkerState
 from kvplane.sansio.owners import Owners
 from kvplane.v1 import plan_pb2 as pb
-from kvplane_service.core.entries import Entries
+from kvplane_core.face.entries import Entries
 from kvplane_worker.lending.writer import ProcessName, Writer
 from tests.core.page_memory import Memory
 from tests.sim.loop import Process

@@ -11,7 +11,7 @@ from kvplane.base.step import End, Part, StepResult
 from kvplane.rank import CallersMoves, Rank, RankGroup
 from kvplane.session.reopening import Revival
 from kvplane.session.rows import AdmitRow, FactRow, NewsRow, part_of
-from kvplane_service.core.inspect import check
+from kvplane_core.face.inspect import check
 from tests.client.lasting import HYBRID
 from tests.core.specification import specification_of
 from tests.store.test_restart import Life, World

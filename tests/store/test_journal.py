@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from kvplane.base.groups import AlignSpec
 from kvplane.base.step import Part, RowFlag, Step
-from kvplane_service.core import inspect
-from kvplane_service.core.replica import Replica
+from kvplane_core.face import inspect
+from kvplane_core.spec.replica import Replica
 from kvplane_service.decisions.log import Decision, Life
 from kvplane_service.store import journal
 from kvplane_service.store.errors import LogSuperseded

@@ -12,7 +12,7 @@ from kvplane.base.step import Cache, End, Part, RowFlag
 from kvplane.blocking.session import Session
 from kvplane.session.reopening import Revival
 from kvplane.session.rows import AdmitRow, FactRow, NewsRow, ResumeRow, RunRow, part_of, resume_of
-from kvplane_service.core.inspect import check
+from kvplane_core.face.inspect import check
 from tests.client.lasting import HYBRID, PageMemory
 from tests.store.test_restart import NAME, NONCES, Wire, World
 

@@ -11,7 +11,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvplane_service.core.entries import Entries, KeyRun
+from kvplane_core.face.entries import Entries, KeyRun
 from kvplane_service.registry import Registration
 from kvplane_service.store.errors import RecordRefused, Refusal
 from kvplane_service.store.interface import LogName, StoredChunk

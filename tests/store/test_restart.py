@@ -16,8 +16,8 @@ from kvplane.blocking.session import Session
 from kvplane.sansio.retry import RetryPolicy
 from kvplane.session.reopening import Revival
 from kvplane.session.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
+from kvplane_core.face.inspect import check, take_snapshot
 from kvplane_service.config import Config
-from kvplane_service.core.inspect import check, take_snapshot
 from kvplane_service.registry import Registration, Registry
 from kvplane_service.replicas.host import ReplicaHost, ReplicaState
 from kvplane_service.replicas.inprocess import InProcessTransport

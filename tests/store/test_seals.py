@@ -11,9 +11,9 @@ import pytest
 
 from kvplane.base.errors import InvalidArgument, LimitExceeded, Moved, NotFound
 from kvplane.base.stamps import MAX_EPOCH, Stamp
+from kvplane_core.face.inspect import take_snapshot
+from kvplane_core.face.keys import Key
 from kvplane_service.config import Config, is_store_trusted
-from kvplane_service.core.inspect import take_snapshot
-from kvplane_service.core.keys import Key
 from kvplane_service.registry import Registration
 from kvplane_service.replicas.recovery import UNCLAIMED_EPOCHS, UNSTORED_EPOCHS
 from kvplane_service.store.interface import StoredChunk

@@ -27,8 +27,8 @@ import pytest
 from kvplane.base.session import OpenRequest
 from kvplane.blocking.session import Session
 from kvplane.sansio.retry import RetryPolicy
+from kvplane_core.face.inspect import check, take_snapshot
 from kvplane_service.config import Config
-from kvplane_service.core.inspect import check, take_snapshot
 from kvplane_service.replicas.inprocess import InProcessTransport
 from kvplane_service.store.errors import RecordRefused, StoreDamaged, StoreForeign, StoreNewer
 from kvplane_service.store.interface import IndexStore, LogName, StoredChunk

@@ -17,10 +17,10 @@ from kvplane.v1.replica_pb2 import ReplicaSpec
 from kvplane.wire import decode_spec
 from kvplane.wire import stream as wire
 from kvplane.wire.step import decode_step, encode_step
-from kvplane_service.core import loader
-from kvplane_service.core.inspect import check
-from kvplane_service.core.loading import load_state
-from kvplane_service.core.state import digest
+from kvplane_core.face import loader
+from kvplane_core.face.inspect import check
+from kvplane_core.face.state import digest
+from kvplane_core.spec.loading import load_state
 from kvplane_service.decisions.recording import Frames
 from kvplane_service.store.memory import MemoryStore
 from kvplane_tools.replay.from_log import replay_log

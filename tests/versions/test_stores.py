@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvplane.base.session import OpenRequest
-from kvplane_service.core.inspect import check
+from kvplane_core.face.inspect import check
 from kvplane_service.store.interface import LogName
 from kvplane_service.store.memory import MemoryStore
 from kvplane_service.store.sqlite import SqliteStore

@@ -31,8 +31,8 @@ from kvplane.sansio.retry import RetryPolicy
 from kvplane.session.mirror_log import MirrorLog
 from kvplane.wire import encode_spec, stream
 from kvplane.wire.mirror import Mirrored, answer_digest, mirrored_message, slice_message
-from kvplane_service.core.setup import states_for_drafts
-from kvplane_service.core.state import export_state
+from kvplane_core.face.setup import states_for_drafts
+from kvplane_core.face.state import export_state
 from kvplane_service.decisions.log import Decision, Entry, Life
 from kvplane_service.decisions.recording import MAGIC, header_of, message_of, write_frame
 from kvplane_service.replicas.inprocess import InProcessTransport

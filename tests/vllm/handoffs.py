@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from kvplane.base.groups import GroupKind, MambaMode
 from kvplane.base.step import CacheEvent, EventKind
-from kvplane_service.core.managers.mamba import AlignedStateManager
+from kvplane_core.spec.managers.mamba import AlignedStateManager
 from kvplane_vllm import manager as managers
 from kvplane_vllm.manager import InProcessManager
 

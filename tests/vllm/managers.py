@@ -28,7 +28,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvplane.base.groups import GroupKind, GroupSpec, ReplicaSpec
 from kvplane.base.step import Orders, Part, Step, StepResult
-from kvplane_service.core.replica import Replica
+from kvplane_core.spec.replica import Replica
 from kvplane_vllm.manager import InProcessManager
 from kvplane_vllm.remote.books import Books
 from kvplane_vllm.remote.driver import Driver

@@ -6,9 +6,9 @@ import pytest
 
 from kvplane.base.errors import FailedPrecondition, InvalidArgument
 from kvplane.base.groups import EvictionPolicy, TierKind, TierSpec
-from kvplane_service.core import loader
-from kvplane_service.core.open_step import OpenStep
-from kvplane_service.core.replica import Replica
+from kvplane_core.face import loader
+from kvplane_core.spec.open_step import OpenStep
+from kvplane_core.spec.replica import Replica
 from tests.core.builders import full, replica_spec, state, window
 
 SPEC = replica_spec(full(), window(6))
@@ -18,7 +18,7 @@ HOST = (TierSpec(TierKind.HOST, 64),)
 @pytest.fixture
 def native():
     return pytest.importorskip(
-        "kvplane_service.core.native",
+        "kvplane_core.face.native",
         reason="the core is not compiled: install g++ and install kvplane again",
         exc_type=ImportError,
     )

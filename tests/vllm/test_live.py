@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 
-from kvplane_service.core import loader
+from kvplane_core.face import loader
 from kvplane_vllm.engine_lock import EngineLock
 from tests.service.rig import running
 from tests.vllm import environment, processes

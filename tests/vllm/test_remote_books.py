@@ -9,7 +9,7 @@ import pytest
 
 from kvplane.base.groups import GroupKind, GroupSpec, HashAlgorithm, ReplicaSpec
 from kvplane.base.step import Admit, AdmitStatus, End, Orders, Run, Step
-from kvplane_service.core.replica import Replica
+from kvplane_core.spec.replica import Replica
 from kvplane_vllm.launch import PageOrders
 from kvplane_vllm.remote.books import Books
 

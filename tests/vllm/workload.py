@@ -33,7 +33,7 @@ from kvplane.v1.admin_pb2 import SnapshotRequest
 from kvplane.v1.admin_pb2_grpc import AdminStub
 from kvplane.v1.allocation_pb2 import EvictBlocksRequest, MutationHeader
 from kvplane.v1.allocation_pb2_grpc import AllocationStub
-from kvplane_service.core.state import digest as digest_of
+from kvplane_core.face.state import digest as digest_of
 
 if TYPE_CHECKING:
     from kvplane_vllm.mirror import MirrorManager

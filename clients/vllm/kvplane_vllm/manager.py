@@ -17,17 +17,17 @@ from vllm.v1.request import Request, RequestStatus
 from kvplane.base.groups import CommitRule, GroupKind, ReplicaSpec
 from kvplane.base.sections import AdmitRow
 from kvplane.base.step import UNCHANGED, UNLIMITED, AdmitStatus, Cache, End, PartResult, RowFlag, StepResult, Watermark
-from kvplane_service.core.interface import INSIDE, Hit
-from kvplane_service.core.loader import new_in_process, open_step
-from kvplane_service.core.part_rows import AdmitTerms, Update
+from kvplane_core.face.interface import INSIDE, Hit
+from kvplane_core.face.loader import new_in_process, open_step
+from kvplane_core.face.part_rows import AdmitTerms, Update
 from kvplane_vllm import events, views
 from kvplane_vllm.known import Known
 from kvplane_vllm.launch import PageOrders
 from kvplane_vllm.spec import limits_of, replica_spec
 
 if TYPE_CHECKING:
-    from kvplane_service.core.native import NativeReplica
-    from kvplane_service.core.native.open_step import NativeOpenStep
+    from kvplane_core.face.native import NativeReplica
+    from kvplane_core.face.native.open_step import NativeOpenStep
 
 DELAY_CACHING, FULL_FIT = int(RowFlag.DELAY_CACHING), int(RowFlag.FULL_FIT)
 RUNNING = RequestStatus.RUNNING

@@ -31,15 +31,15 @@ from kvplane.rpc.channel import open_channel
 from kvplane.rpc.status import RpcOutcome, error_of_rpc
 from kvplane.v1.allocation_pb2 import DescribeReplicaRequest
 from kvplane.v1.allocation_pb2_grpc import AllocationStub
-from kvplane_service.core import state
-from kvplane_service.core.loader import new_in_process
+from kvplane_core.face import state
+from kvplane_core.face.loader import new_in_process
 from kvplane_vllm.engine_lock import EngineLock
 from kvplane_vllm.manager import InProcessManager
 from kvplane_vllm.pages import PagesOfWorker
 
 if TYPE_CHECKING:
-    from kvplane_service.core.native import NativeReplica
-    from kvplane_service.core.native.open_step import NativeOpenStep
+    from kvplane_core.face.native import NativeReplica
+    from kvplane_core.face.native.open_step import NativeOpenStep
 
 EPOCH_TIMEOUT_S = 2.0
 

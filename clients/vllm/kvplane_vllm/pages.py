@@ -27,16 +27,16 @@ from kvplane.base.stamp_table import StampTable
 from kvplane.base.stamps import newest_epoch
 from kvplane.base.step import EventKind, Orders, PartResult
 from kvplane.rank import RankGroup
-from kvplane_service.core.columns import U32, U64, column
-from kvplane_service.core.entries import Entries, KeyRun
-from kvplane_service.core.loader import new_in_process
-from kvplane_service.core.recovery import RecoveryOutcome
+from kvplane_core.face.columns import U32, U64, column
+from kvplane_core.face.entries import Entries, KeyRun
+from kvplane_core.face.loader import new_in_process
+from kvplane_core.face.recovery import RecoveryOutcome
 from kvplane_vllm.launch import Launch
 from kvplane_vllm.manager import InProcessManager
 from kvplane_worker.attach import attached_pid, map_stamps
 
 if TYPE_CHECKING:
-    from kvplane_service.core.native import NativeReplica
+    from kvplane_core.face.native import NativeReplica
 
 logger = logging.getLogger("vllm.kvplane")  # with the handlers of vLLM
 NO_HOOK = "start vLLM with --worker-cls kvplane_vllm.Worker"

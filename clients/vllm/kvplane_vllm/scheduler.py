@@ -18,7 +18,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvplane.base.errors import InvalidArgument
-from kvplane_service.core.loader import core_of
+from kvplane_core.face.loader import core_of
 from kvplane_vllm import connectors
 from kvplane_vllm.known import check_proof, withhold_hashes
 from kvplane_vllm.launch import ATTRIBUTE

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
-from kvplane_service.core.interface import INSIDE, Need
-from kvplane_service.core.keys import Key
+from kvplane_core.face.interface import INSIDE, Need
+from kvplane_core.face.keys import Key
 
 if TYPE_CHECKING:
-    from kvplane_service.core.native.row_views import NativePool
+    from kvplane_core.face.native.row_views import NativePool
     from kvplane_vllm.manager import InProcessManager
 
 

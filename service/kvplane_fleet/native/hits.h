@@ -1,5 +1,5 @@
 // How much of a prompt each place has cached: the compiled twin of `kvplane_fleet.hits` and of
-// `kvplane_service.core.hit_rules`, which specify it. Columns are runs of cached units, because there are few.
+// `kvplane_core.face.hit_rules`, which specify it. Columns are runs of cached units, because there are few.
 #pragma once
 
 #include <algorithm>

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import GroupKind, ReplicaSpec, SavePolicy, TierKind, TierSpec
+from kvplane_core.face.hit_rules import blocks_kept, blocks_of_hit
+from kvplane_core.face.setup import check_tiers
 from kvplane_plan.models.sizing import Sizing
 from kvplane_plan.planner import to_groups
-from kvplane_service.core.hit_rules import blocks_kept, blocks_of_hit
-from kvplane_service.core.setup import check_tiers
 
 
 @dataclass(frozen=True, slots=True)

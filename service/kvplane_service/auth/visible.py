@@ -11,10 +11,10 @@ from dataclasses import replace
 
 from kvplane.base.errors import AlreadyExists, NotFound, PermissionDenied
 from kvplane.base.groups import EvictionPolicy
+from kvplane_core.face.interface import ReplicaCore
 from kvplane_service.auth.gate import CALL
 from kvplane_service.auth.owners import Owner
 from kvplane_service.auth.quotas import quota_exceeded
-from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.registry import Entry, Registration, Registry, UnknownReplica
 
 

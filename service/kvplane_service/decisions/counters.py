@@ -13,8 +13,8 @@ from typing import NamedTuple
 from kvplane.base.retain import RetainOutcome
 from kvplane.base.step import AdmitStatus, Cache, CacheEvent, End, EventKind, Facts, Part, PartResult, RemoveReason
 from kvplane.base.trace import is_sampled
-from kvplane_service.core.cache_events import CacheEvents
-from kvplane_service.core.interface import COUNTED
+from kvplane_core.face.cache_events import CacheEvents
+from kvplane_core.face.interface import COUNTED
 from kvplane_service.decisions.log import Decision, Entry
 from kvplane_service.decisions.sent import SentResult
 

@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplane.base.step import AdmitStatus, End, EventKind, Facts, News, Part, PartResult
-from kvplane_service.core.cache_events import runs_of
-from kvplane_service.core.interface import FOLLOWED, GroupView, ReplicaCore
+from kvplane_core.face.cache_events import runs_of
+from kvplane_core.face.interface import FOLLOWED, GroupView, ReplicaCore
 from kvplane_service.decisions.log import Decision, hashed_part
 from kvplane_service.decisions.sent import SentResult
 

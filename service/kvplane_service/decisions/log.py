@@ -16,7 +16,7 @@ from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
 from kvplane.base.step import CacheEvent, Facts, Part, PartResult, Step, StepResult
-from kvplane_service.core.cache_events import runs_of
+from kvplane_core.face.cache_events import runs_of
 from kvplane_service.decisions.packed_log import MAX_WAITING, LogBudget, PackedLog
 from kvplane_service.decisions.packing import pack_decision, pack_events, slowness_of, unpack_decision, unpack_events
 from kvplane_service.decisions.sent import SentStep, step_with

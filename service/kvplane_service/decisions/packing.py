@@ -52,7 +52,7 @@ from kvplane.base.step import (
 )
 from kvplane.base.when_read import given_fields
 from kvplane.v1 import step_pb2 as pb
-from kvplane_service.core.cache_events import CacheEvents, runs_of
+from kvplane_core.face.cache_events import CacheEvents, runs_of
 
 _TOOK, _COUNT = struct.Struct(">Q"), struct.Struct("<I")
 _CODES = "IiQq"  # types of columns whose numbers do not fit into bytes, smallest first

@@ -26,7 +26,7 @@ from kvplane.base.errors import InvalidArgument, NotFound
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.step import STEP_VERSION, CacheEvent, Part, RemoveReason, RowFlag, Step, StepResult
 from kvplane.v1.admin_pb2 import RecordedDecision, RecordedLife, RecordHeader, RecordResponse
-from kvplane_service.core.columns import words_of
+from kvplane_core.face.columns import words_of
 from kvplane_service.decisions.log import Decision, Entry, hashed_step
 from kvplane_service.decisions.sent import result_with, step_with
 

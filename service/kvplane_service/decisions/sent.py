@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from kvplane.base.step import CacheEvent, Part, PartResult, Step, StepResult
 from kvplane.wire.stream import bytes_of
-from kvplane_service.core.interface import BEGINS, RESUMES, SCHEDULES, Answer, ReadStep
+from kvplane_core.face.interface import BEGINS, RESUMES, SCHEDULES, Answer, ReadStep
 from kvplane_service.decisions.packing import Unpacked, unpack_decision
 
 Reader: TypeAlias = Callable[[bytes], ReadStep | None]  # `read_step` of a core

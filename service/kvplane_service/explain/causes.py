@@ -16,7 +16,7 @@ from enum import StrEnum
 from kvplane.base.declined import WhyDeclined
 from kvplane.base.groups import GroupKind, ReplicaSpec
 from kvplane.base.step import NO_EXTRA_KEYS, EventKind, ExtraKeys, RemoveReason
-from kvplane_service.core.hit_rules import LookupExplanation, MissingPrefix
+from kvplane_core.face.hit_rules import LookupExplanation, MissingPrefix
 from kvplane_service.explain.history import NOW, Change, History, KeyName, Known, PassedOver, Spot
 
 MAX_ALTERNATIVES = 32  # most extra keys of other requests with which a prompt is hashed to compare it

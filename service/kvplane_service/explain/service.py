@@ -9,7 +9,7 @@ from functools import partial
 
 from kvplane.base.errors import InvalidArgument, NotFound
 from kvplane.base.step import NO_EXTRA_KEYS, AdmitStatus, ExtraKeys
-from kvplane_service.core.hit_rules import HitRules, LookupExplanation, MissingPrefix
+from kvplane_core.face.hit_rules import HitRules, LookupExplanation, MissingPrefix
 from kvplane_service.decisions.log import Entry
 from kvplane_service.explain.causes import Cause, Explainer, Question, Why, other_keys, with_hit_checked
 from kvplane_service.explain.history import Attempt, Change, History, HistoryReader, KeyName

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from kvplane.base.errors import InternalError, KvplaneError
 from kvplane.base.step import UNCHANGED, Facts, OnRefusal, Part, RowFlag, Step, StepResult
-from kvplane_service.core.interface import ReplicaCore
+from kvplane_core.face.interface import ReplicaCore
 from kvplane_service.decisions.log import Decision, DecisionLog
 from kvplane_service.decisions.sent import OfParts, Reader, Record, SentResult, SentStep, answered, sent
 from kvplane_service.replicas.engine_lives import Clock, Opening

@@ -23,7 +23,7 @@ from kvplane.base.prefetch import Prefetch, Prefetched
 from kvplane.base.retain import Retain, Retained
 from kvplane.base.session import CacheRequest
 from kvplane.base.step import Part, PartResult, Step, StepResult
-from kvplane_service.core.interface import BEGINS, RESUMES, SCHEDULES
+from kvplane_core.face.interface import BEGINS, RESUMES, SCHEDULES
 from kvplane_service.decisions.sent import SentStep, kinds_of, step_with
 from kvplane_service.runtime.executors import Busy
 

@@ -18,10 +18,10 @@ from kvplane.base.errors import KvplaneError, LimitExceeded
 from kvplane.base.session import OpenRequest
 from kvplane.base.stamps import MAX_EPOCH
 from kvplane.base.step import CacheEvent, EventKind
-from kvplane_service.core.cache_events import CacheEvents
-from kvplane_service.core.columns import are_equal
-from kvplane_service.core.entries import MAX_HASHES
-from kvplane_service.core.interface import ReplicaCore
+from kvplane_core.face.cache_events import CacheEvents
+from kvplane_core.face.columns import are_equal
+from kvplane_core.face.entries import MAX_HASHES
+from kvplane_core.face.interface import ReplicaCore
 from kvplane_service.decisions.log import Life
 from kvplane_service.replicas.events import EventLog, PublicationHold
 from kvplane_service.replicas.recovery import Recovering

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 
 from kvplane.base.errors import InvalidArgument, KvplaneError, LimitExceeded
 from kvplane.base.step import CacheEvent, EventKind, Step
-from kvplane_service.core.cache_events import CacheEvents, runs_of
+from kvplane_core.face.cache_events import CacheEvents, runs_of
 from kvplane_service.decisions.packed_log import LogBudget, PackedLog
 from kvplane_service.decisions.packing import Packing, pack_events, unpack_events
 
 if TYPE_CHECKING:
-    from kvplane_service.core.native.views import NativeEvents, NativeTierEvents
+    from kvplane_core.face.native.views import NativeEvents, NativeTierEvents
 
 Wake = Callable[[], None]
 Share: TypeAlias = "tuple[NativeEvents, int, int]"  # see `NativeEvents.pack`

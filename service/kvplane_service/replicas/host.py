@@ -21,8 +21,8 @@ from kvplane.base.errors import InvalidArgument, KvplaneError, OtherWriter
 from kvplane.base.retain import Retain
 from kvplane.base.session import NEW_EPOCH, Opened, OpenRequest
 from kvplane.base.step import CacheEvent, Part, Step, StepResult
+from kvplane_core.face.interface import ReplicaCore
 from kvplane_service.config import Config
-from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.decisions.log import Life
 from kvplane_service.decisions.packed_log import LogBudget
 from kvplane_service.decisions.sent import SentStep

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from kvplane.base.errors import KvplaneError, ReplicaLapsed, StaleEpoch
 from kvplane.base.hashing import HashScheme
+from kvplane_core.face.interface import ReplicaCore
 from kvplane_service.config import Config
-from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.decisions.counters import Tally
 from kvplane_service.decisions.ghost import GhostLru, MissCurve
 from kvplane_service.decisions.log import DecisionLog

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable
 from enum import Enum
 
-from kvplane_service.core.interface import BrokenInvariant, ReplicaCore
+from kvplane_core.face.interface import BrokenInvariant, ReplicaCore
 from kvplane_service.replicas.applying import Applying
 from kvplane_service.replicas.engine_lives import Clock
 

@@ -28,9 +28,9 @@ from kvplane.base.groups import ReplicaSpec
 from kvplane.base.session import CORE_VERSION, OpenRequest, Progress
 from kvplane.base.step import CacheEvent, EventKind, StepResult
 from kvplane.wire.mirror import Mirrored, answer_digest
-from kvplane_service.core import loader
-from kvplane_service.core.inspect import check as check_invariants
-from kvplane_service.core.interface import BrokenInvariant, ReplicaCore
+from kvplane_core.face import loader
+from kvplane_core.face.inspect import check as check_invariants
+from kvplane_core.face.interface import BrokenInvariant, ReplicaCore
 from kvplane_service.decisions.log import Decision, Entry, Life, without_tokens
 from kvplane_service.replicas.cache_requests import CacheRequests
 from kvplane_service.replicas.step_order import size_of

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from kvplane.base.events import KEY_BYTES, GroupDigest, domain_mask
 from kvplane.base.step import CacheEvent, EventKind
-from kvplane_service.core.interface import ReplicaCore
+from kvplane_core.face.interface import ReplicaCore
 from kvplane_service.replicas.events import PublicationHold, part_of
 
 SLICE_BLOCKS = 1024

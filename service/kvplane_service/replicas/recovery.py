@@ -14,10 +14,10 @@ from kvplane.base.errors import Unavailable
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.session import OpenRequest
 from kvplane.base.stamps import MAX_EPOCH
-from kvplane_service.core.columns import are_equal
-from kvplane_service.core.entries import Entries
-from kvplane_service.core.interface import ReplicaCore
-from kvplane_service.core.recovery import RecoveredState
+from kvplane_core.face.columns import are_equal
+from kvplane_core.face.entries import Entries
+from kvplane_core.face.interface import ReplicaCore
+from kvplane_core.face.recovery import RecoveredState
 from kvplane_service.replicas.stamps import Contents, shown_of
 from kvplane_service.runtime.executors import Offload
 

@@ -14,7 +14,7 @@ from kvplane.base.groups import NULL_BLOCK, ReplicaSpec, TierKind
 from kvplane.base.session import OpenRequest
 from kvplane.base.stamp_table import StampReading
 from kvplane.base.stamps import MAX_EPOCH, Stamp, in_time
-from kvplane_service.core.columns import Words, behind_reset, words_of
+from kvplane_core.face.columns import Words, behind_reset, words_of
 
 _PIECE = 1 << 16  # stamps processed at a time, so that they and the results fit the CPU cache
 _EPOCH_BITS = np.uint64(Stamp(0, MAX_EPOCH, 0).pack())

@@ -5,8 +5,8 @@ from __future__ import annotations
 from enum import Enum
 
 from kvplane.base.groups import ReplicaSpec
-from kvplane_service.core import loader
-from kvplane_service.core.interface import ReplicaCore
+from kvplane_core.face import loader
+from kvplane_core.face.interface import ReplicaCore
 
 FIRST_EPOCH = 1
 

@@ -15,10 +15,10 @@ from kvplane.base.hashing import split_hashes
 from kvplane.base.step import ExtraKeys
 from kvplane.v1 import admin_pb2 as pb
 from kvplane.v1 import allocation_pb2
+from kvplane_core.face.inspect import take_snapshot
+from kvplane_core.face.state import export_hashed
 from kvplane_service.auth.gate import CALL
 from kvplane_service.auth.visible import VisibleReplicas
-from kvplane_service.core.inspect import take_snapshot
-from kvplane_service.core.state import export_hashed
 from kvplane_service.decisions.log import Entry, Life
 from kvplane_service.decisions.recording import header_of, message_of
 from kvplane_service.explain.service import (

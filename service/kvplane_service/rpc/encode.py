@@ -11,11 +11,11 @@ from kvplane import wire
 from kvplane.base.step import EventKind, Orders, StepResult
 from kvplane.v1 import admin_pb2
 from kvplane.v1 import allocation_pb2 as pb
-from kvplane_service.core import loader
-from kvplane_service.core.columns import pieces
-from kvplane_service.core.counters import Residency
-from kvplane_service.core.inspect import Snapshot
-from kvplane_service.core.interface import ReplicaCore
+from kvplane_core.face import loader
+from kvplane_core.face.columns import pieces
+from kvplane_core.face.counters import Residency
+from kvplane_core.face.inspect import Snapshot
+from kvplane_core.face.interface import ReplicaCore
 from kvplane_service.decisions.counters import REFUSALS, REMOVALS
 from kvplane_service.decisions.ghost import MissCurve
 from kvplane_service.decisions.log import Decision

@@ -20,8 +20,8 @@ from kvplane.base.events import EventBatch
 from kvplane.base.step import CacheEvent, EventKind
 from kvplane.v1 import events_pb2 as pb
 from kvplane.v1 import step_pb2
+from kvplane_core.face.cache_events import runs_of
 from kvplane_service.auth.visible import VisibleReplicas
-from kvplane_service.core.cache_events import runs_of
 from kvplane_service.replicas.events import Batch, EventLog, Subscription, Wake
 from kvplane_service.replicas.host import ReplicaHost
 from kvplane_service.replicas.published import EntriesDigest

@@ -10,8 +10,8 @@ from typing import TypeAlias
 from kvplane.base.errors import NotFound
 from kvplane.base.hashing import PackedHashes
 from kvplane.v1 import allocation_pb2 as pb
+from kvplane_core.face.interface import Hit, ReplicaCore
 from kvplane_service.auth.gate import CALL
-from kvplane_service.core.interface import Hit, ReplicaCore
 from kvplane_service.replicas.host import ReplicaHost
 from kvplane_service.rpc import encode
 from kvplane_service.rpc.prices import HASH_BYTES

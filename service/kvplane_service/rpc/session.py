@@ -28,10 +28,10 @@ from kvplane.v1 import allocation_pb2 as pb
 from kvplane.wire.mirror import Mirrored, cache_request_message, decode_mirrored, progress_message
 from kvplane.wire.parsing import parse, parse_long
 from kvplane.wire.stream import result_message
+from kvplane_core.face.interface import HAS_KEYS
 from kvplane_service.auth.gate import CALL
 from kvplane_service.auth.owners import ALL
 from kvplane_service.auth.visible import VisibleReplicas
-from kvplane_service.core.interface import HAS_KEYS
 from kvplane_service.decisions.sent import SentResult, SentStep
 from kvplane_service.replicas.host import ReplicaHost
 from kvplane_service.replicas.mirror import Mirror

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from kvplane.v1 import allocation_pb2 as pb
-from kvplane_service.core.interface import ReplicaCore
+from kvplane_core.face.interface import ReplicaCore
 
 
 def encode_tiers(replica: ReplicaCore) -> list[pb.TierStatus]:

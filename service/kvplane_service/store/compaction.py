@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import compress
 
-from kvplane_service.core.entries import Entries, KeyRun
+from kvplane_core.face.entries import Entries, KeyRun
 from kvplane_service.store.interface import IndexStore, LogName
 from kvplane_service.store.loading import LoadedLog
 from kvplane_service.store.record import pack_chunk

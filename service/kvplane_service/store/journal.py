@@ -22,9 +22,9 @@ from itertools import accumulate, islice
 
 from kvplane.base.groups import Medium
 from kvplane.base.step import AdmitStatus, EventKind, Part, PartResult
-from kvplane_service.core.cache_events import runs_of
-from kvplane_service.core.entries import Entries
-from kvplane_service.core.interface import ReplicaCore
+from kvplane_core.face.cache_events import runs_of
+from kvplane_core.face.entries import Entries
+from kvplane_core.face.interface import ReplicaCore
 from kvplane_service.decisions.log import Decision, Entry, Life
 from kvplane_service.store.interface import MAX_SEQ, LogName, StoredChunk
 from kvplane_service.store.record import ROW_BYTES, pack_chunk

@@ -28,7 +28,7 @@ from typing import Literal, TypeAlias
 
 import xxhash
 
-from kvplane_service.core.entries import Entries, KeyRun
+from kvplane_core.face.entries import Entries, KeyRun
 from kvplane_service.store.errors import RecordRefused, Refusal
 from kvplane_service.store.interface import LogName, StoredChunk
 

@@ -17,8 +17,8 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
 from kvplane.base.trace import parse_traceparent
-from kvplane_service.core import loader
-from kvplane_service.core.interface import GroupView
+from kvplane_core.face import loader
+from kvplane_core.face.interface import GroupView
 from kvplane_service.decisions.counters import REFUSALS, REMOVALS, STEP_BOUNDS_NS, Example, StepTimes
 from kvplane_service.decisions.ghost import SIZES
 from kvplane_service.registry import Entry, Registry

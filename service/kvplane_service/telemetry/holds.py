@@ -92,7 +92,7 @@ def _describe(frame: FrameType | None) -> str:
     ours = []
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
-        if module.startswith("kvplane_service."):
-            ours.append(f"{module.removeprefix('kvplane_service.')}.{frame.f_code.co_name}")
+        if module.startswith(("kvplane_core.", "kvplane_service.")):
+            ours.append(f"{module.removeprefix('kvplane_service.').removeprefix('kvplane_')}.{frame.f_code.co_name}")
         frame = frame.f_back
     return ", in ".join(dict.fromkeys((ours[-1], ours[0]))) if ours else ""

@@ -12,8 +12,8 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from kvplane.base.worker import TierUse
-from kvplane_service.core.counters import GroupUse
-from kvplane_service.core.interface import ReplicaCore, TierView
+from kvplane_core.face.counters import GroupUse
+from kvplane_core.face.interface import ReplicaCore, TierView
 from kvplane_service.registry import Entry
 
 _Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]

@@ -23,7 +23,7 @@ from opentelemetry.util.types import AttributeValue
 
 from kvplane.base.step import AdmitStatus, EventKind, Part, PartResult
 from kvplane.base.trace import is_sampled, parse_traceparent
-from kvplane_service.core.cache_events import runs_of
+from kvplane_core.face.cache_events import runs_of
 from kvplane_service.decisions.log import Decision, Entry
 from kvplane_service.telemetry.ops import pack
 from kvplane_service.telemetry.sampling import Sampling

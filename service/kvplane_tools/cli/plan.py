@@ -211,7 +211,7 @@ def _comparison(found: Comparison, stage_bytes: int, output: Shape) -> str:
             for name, plan in plans.items()
         ]
         if found.split:
-            from kvplane_service.core.setup import SLACK
+            from kvplane_core.face.setup import SLACK
 
             lines.append(
                 f"split: {found.split.blocks_per_state} blocks of attention have the memory of a state; about "

@@ -43,7 +43,7 @@ def _print_addresses(app: App) -> None:
     One write: a parent that reads the first lines and closes the pipe does not end the service.
     """
     from kvplane.base.hashing import native
-    from kvplane_service.core import loader
+    from kvplane_core.face import loader
 
     lines = [f"serving on {app.address}"]
     if app.config.session_socket:

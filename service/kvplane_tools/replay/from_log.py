@@ -31,7 +31,7 @@ from kvplane.base.step import (
     StepResult,
 )
 from kvplane.v1.admin_pb2 import RecordedDecision, RecordedLife
-from kvplane_service.core import loader
+from kvplane_core.face import loader
 from kvplane_service.decisions.ghost import GhostLru, MissCurve
 from kvplane_service.decisions.log import Decision, Life
 from kvplane_service.decisions.recording import Frames, result_digest, step_of

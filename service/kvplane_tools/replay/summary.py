@@ -11,7 +11,7 @@ from typing import Any
 
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.step import EVICTIONS, AdmitStatus, Blocks, EventKind, Part, PartResult
-from kvplane_service.core.cache_events import runs_of
+from kvplane_core.face.cache_events import runs_of
 from kvplane_tools.replay.plan import NS_PER_SECOND, CostModel
 
 

@@ -17,10 +17,10 @@ from kvplane.base.groups import ReplicaSpec
 from kvplane.rpc.status import DETAILS_KEY
 from kvplane.v1 import admin_pb2
 from kvplane.v1 import allocation_pb2 as pb
+from kvplane_core.face.interface import ReplicaCore
 from kvplane_service.auth.owners import ANYONE, Owner, OwnerLimits
 from kvplane_service.auth.quotas import READS_AT_ONCE, Quotas
 from kvplane_service.auth.visible import VisibleReplicas
-from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.replicas.host import new_replica
 from kvplane_service.rpc import allocation
 from kvplane_service.rpc.sources import Planned, plan_source

@@ -1,0 +1,460 @@
+"""The compiled core: what `Replica` does within a step.
+
+`NativeReplica` answers as `Replica` does, which is the specification, and checks its own structures. `module.cpp` is
+the entry of the C++ files, each of which is named as the Python file that it follows.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+from kvplane.base.groups import CommitRule, ReplicaSpec
+from kvplane.base.hashing import HashScheme, PackedHashes
+from kvplane.base.step import (
+    CacheEvent,
+    News,
+    Part,
+    Step,
+    StepResult,
+)
+from kvplane_core.cpp import _native
+from kvplane_core.face.cache_events import CacheEvents
+from kvplane_core.face.columns import SLICE_BLOCKS, SLICE_REQUESTS
+from kvplane_core.face.contents import hash_alone
+from kvplane_core.face.counters import Counters, GroupCounters, Residency
+from kvplane_core.face.entries import Entries
+from kvplane_core.face.interface import (
+    INSIDE,
+    Answer,
+    BlockCounts,
+    BrokenInvariant,
+    GroupView,
+    Hit,
+    ReadStep,
+    ReplicaCore,
+)
+from kvplane_core.face.native.hashers import Hashers
+from kvplane_core.face.native.open_step import NativeOpenStep
+from kvplane_core.face.native.published import events_of_keys, published
+from kvplane_core.face.native.row_views import NativeCoordinator, NativeTracker
+from kvplane_core.face.native.settings import of_group, of_hashes, of_tiers, settings
+from kvplane_core.face.native.tiers import NativeTiers, stamps_of
+from kvplane_core.face.native.tiers import end_epoch as end_epoch_of_tiers
+from kvplane_core.face.native.views import NativeEvents, NativeGroup, NativeRequests
+from kvplane_core.face.packed_values import ValueReader, pack_value
+from kvplane_core.face.reasons import Refusal
+from kvplane_core.face.recovery import PoolShape, RecoveredState, RecoveryOutcome, verify_entries
+from kvplane_core.face.setup import check_spec
+from kvplane_core.face.state import hasher_of, hasher_state, not_loaded, spec_digests
+
+SOURCES = _native.SOURCES
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedState(RecoveredState):
+    """A recovered state with the pool that has its keys, so that installing it takes no time."""
+
+    pool: object
+
+
+class NativeReplica:
+    """A replica whose steps are applied by the compiled core.
+
+    Attributes:
+        hashers: hash the tokens that the core does not hash.
+    """
+
+    def __init__(self, spec: ReplicaSpec) -> None:
+        """Raise InvalidArgument if fields of the spec contradict each other."""
+        check_spec(spec)
+        self._keeps_keys = True  # False while an engine life begins without a stamp table
+        # Stamps of the memory when this engine life began, for an image.
+        self._shown: array[int] | memoryview = array("Q")
+        self._make(spec)
+
+    @classmethod
+    def of(cls, replica: ReplicaCore) -> NativeReplica:
+        """Make a core with the state of a replica."""
+        return cls.load(replica.spec, b"".join(replica.image()))
+
+    @classmethod
+    def load(cls, spec: ReplicaSpec, image: bytes) -> NativeReplica:
+        """Make a core with the state of an image, see `state`. Raises InvalidArgument if it is none of this spec."""
+        made = cls.__new__(cls)
+        made._make(spec)
+        try:
+            made._keeps_keys, shown, hashers = _native.load(made._core, spec_digests(spec), image)
+        except ValueError as error:
+            raise not_loaded(*error.args) from error
+        made._shown = array("Q", shown)
+        for slot, state in hashers:
+            made.hashers.continue_from(slot, hasher_of(ValueReader(state).read(), made._scheme))
+        return made
+
+    def _make(self, spec: ReplicaSpec) -> None:
+        self.spec, self._scheme = spec, HashScheme.of(spec)
+        groups = [of_group(group) for group in spec.normalized.groups]
+        hashing = of_hashes(self._scheme)
+        self._core = _native.new(settings(spec, self._scheme.digest.size), groups, of_tiers(spec), hashing)
+        self.tiers = NativeTiers(self._core, spec)
+        self.hashers = Hashers(self._core, self._scheme, hashes_here=hashing[1] is not None)
+        self._requests = NativeRequests(self._core)
+        self._groups = [NativeGroup(self._core, number, group) for number, group in enumerate(spec.groups)]
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def apply(self, step: Step) -> Any:  # noqa: ANN401
+        """Apply the parts of a step, see `Replica.apply`. A step that was read from a message (it has the attribute
+        `read`, the form of `ReadStep`) has an `Answer`, with events if it is `with_events`.
+        """
+        return self._apply(step, alone=False)
+
+    def apply_concurrently(self, step: Step) -> Any:  # noqa: ANN401
+        """Apply a step as `apply` does, while other threads run: the interpreter's lock is released. A thread that uses
+        this replica meanwhile waits for the step.
+        """
+        return self._apply(step, alone=True)
+
+    def _apply(self, step: Step, alone: bool) -> StepResult | Answer:
+        read = getattr(step, "read", None)
+        with_events = read is None or step.with_events  # type: ignore[attr-defined]
+        try:
+            answer = _native.apply(self._core, step, alone, self.hashers.hash, self._shown, read, with_events)
+        except _native.Refused as refused:
+            raise Refusal(*refused.args).error(self.spec, step) from None
+        return answer if isinstance(answer, StepResult) else Answer(*answer)
+
+    def read_step(self, message: bytes) -> ReadStep | None:
+        """Return the step of a session's message, and what is known of it; None for a message without a step, and for
+        one that Python's reader refuses and can name.
+        """
+        found = _native.read_step(message, self._scheme.digest.size)
+        return None if found is None else ReadStep(*found)
+
+    def effort_of(self, read: object) -> int:
+        """Estimate the cost of a step that was read, in nanoseconds, as `effort` of replicas/applying.py does."""
+        return self.unit_ns * _native.effort(self._core, read)
+
+    def pack_applied(self, step: Step, at_ns: int, took_ns: int) -> bytes:
+        """Return the decision about the step that was applied last, which was read from a message, as
+        `decisions.packing` packs it.
+        """
+        return _native.pack_applied(self._core, step, at_ns, took_ns)
+
+    def open_step(self, executed_through: int, records: bool = False) -> NativeOpenStep:
+        """Begin the next step, whose rows are applied one by one, see `OpenStep`; `records`: they are recorded."""
+        return NativeOpenStep(self, executed_through, records)
+
+    @property
+    def core(self) -> object:
+        """The core, for its other entries."""
+        return self._core
+
+    @cached_property
+    def coordinator(self) -> NativeCoordinator:
+        """What an engine in this process reads."""
+        return NativeCoordinator(self)
+
+    @property
+    def tracker(self) -> NativeTracker:
+        """What such an engine reads of steps in flight."""
+        return NativeTracker(self._core)
+
+    # -- engine lives ------------------------------------------------------------------------------------------------
+
+    def begin_epoch(
+        self, epoch: int, stamp_table: Sequence[int] = (), busy: Iterable[int] = (), memory_is_new: bool = False
+    ) -> int:
+        """Begin a new engine life, see `Replica.begin_epoch`."""
+        for _ in self.end_epoch(stamp_table):
+            pass
+        return self.enter_epoch(epoch, stamp_table, busy, memory_is_new)
+
+    def end_epoch(self, stamp_table: Sequence[int] = ()) -> Generator[None]:
+        """Do the long part of `begin_epoch`, in slices, see `Replica.end_epoch`."""
+        core = self._core
+        begins = True
+        while _native.abandon(core, begins, SLICE_REQUESTS, SLICE_BLOCKS):
+            begins = False
+            yield
+        self.hashers.clear()
+        if self.count_keys():
+            yield from self._drop_unproven(stamp_table)
+        yield from end_epoch_of_tiers(core, self.spec, stamp_table)
+
+    def _drop_unproven(self, stamp_table: Sequence[int]) -> Generator[None]:
+        core = self._core
+        if not stamp_table and self._keeps_keys:
+            self._keeps_keys = False
+            _native.clear_tiers(core)
+            if self.spec.events:
+                _native.add_cleared(core)
+        shown = None
+        if self._keeps_keys:
+            shown = stamp_table if isinstance(stamp_table, array | memoryview) else array("Q", stamp_table)
+        first = 0
+        while first < self.spec.num_blocks:
+            first = _native.drop_keys(core, first, SLICE_BLOCKS, shown)
+            yield
+        begins = True
+        while _native.put_unkeyed_first(core, begins, SLICE_BLOCKS):
+            begins = False
+            yield
+
+    def enter_epoch(
+        self, epoch: int, stamp_table: Sequence[int] = (), busy: Iterable[int] = (), memory_is_new: bool = False
+    ) -> int:
+        """Do the short part of `begin_epoch`, see `Replica.enter_epoch`."""
+        shown = stamps_of(stamp_table)
+        _native.enter_epoch(self._core, epoch, list(busy), memory_is_new, shown)
+        self._keeps_keys, self._shown = True, shown[: self.spec.num_blocks]
+        return self.count_keys()
+
+    def recover(
+        self, epoch: int, tables: Sequence[Sequence[int]], stored: Iterable[Entries], busy: Iterable[int] = ()
+    ) -> RecoveryOutcome:
+        """Begin the first engine life of this object, see `Replica.recover`."""
+        outcome = self.install_recovered(self.verify_entries(tables, stored))
+        self.enter_epoch(epoch, tables[0] if len(tables) == 1 else (), busy)
+        return outcome
+
+    def verify_entries(self, tables: Sequence[Sequence[int]], stored: Iterable[Entries]) -> RecoveredState:
+        """Select the stored entries that the page memory proves, and build the pool that has them, see
+        `Replica.verify_entries`.
+        """
+        state = verify_entries(PoolShape.of(self.spec, self.digest_size), tables, stored)
+        columns = {field.name: getattr(state, field.name) for field in fields(RecoveredState)}
+        return PreparedState(**columns, pool=self._prepared(state))
+
+    def _prepared(self, state: RecoveredState) -> object:
+        numbers = {name: number for number, name in enumerate(state.names)}
+        further = [(at, (numbers.setdefault(key[:2], len(numbers)), key[2])) for at, key in state.further]
+        pair, block, free, digests = state.buffers()
+        size = self.digest_size
+        return _native.prepare(
+            self._core, list(numbers), pair, block, digests, size, state.key_tokens, state.stamp, free, further
+        )
+
+    def install_recovered(self, recovered: RecoveredState) -> RecoveryOutcome:
+        """Install the result of `verify_entries`, see `Replica.install_recovered`."""
+        assert not self.requests.slots() and not self.count_keys(), "only an unused replica can recover"
+        pool = recovered.pool if isinstance(recovered, PreparedState) else self._prepared(recovered)
+        _native.install(self._core, pool)
+        _native.install_slots(self._core, [(slot, *key, version) for slot, key, version in recovered.slots])
+        return recovered.outcome
+
+    def adopt(self, other: ReplicaCore) -> None:
+        """Take over the state of another replica with an equal spec, which must not be used afterwards."""
+        assert self.spec == other.spec, "the replicas have different specs"
+        if not isinstance(other, NativeReplica):
+            other = NativeReplica.of(other)
+        vars(self).update(vars(other))
+
+    def take_events(self) -> CacheEvents:
+        """Return and clear the cache events that `begin_epoch` caused."""
+        packed = _native.take_events(self._core)
+        return CacheEvents() if packed is None else NativeEvents(packed)
+
+    def store_empty_ranges(self) -> None:
+        """Report empty registrations, see `Replica.store_empty_ranges`."""
+        _native.store_empty_ranges(self._core)
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def image(self, with_statistics: bool = True, hashed: bool = False) -> Iterator[bytes]:
+        """Return the image of the present state, see `Replica.image`. It is written in slices of about a millisecond,
+        so that other threads get the interpreter in between.
+        """
+        hashers = [(slot, pack_value(hasher_state(one))) for slot, one in self.hashers.outside()]
+        shown = array("Q", self._shown)
+        terms = spec_digests(self.spec)[0], self._keeps_keys, shown, hashers, with_statistics, hashed, SLICE_BLOCKS
+        walk, pieces = _native.begin_save(self._core, terms), list[bytes]()
+        while (piece := _native.save(walk)) is not None:
+            pieces.append(piece)
+        return iter(pieces)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NativeReplica:
+        return NativeReplica.of(self)
+
+    def check_in_slices(self) -> Generator[None]:
+        """Check the invariants of the compiled structures, see `Replica.check_in_slices`."""
+        walk = _native.begin_check(self._core)
+        while (found := _native.check(walk)) is True:
+            yield
+        if isinstance(found, tuple):
+            raise BrokenInvariant(*found)
+
+    # -- reads -------------------------------------------------------------------------------------------------------
+
+    def lookup(self, digests: Sequence[bytes], domain: str, num_tokens: int) -> Hit:
+        """Find the cached prefix that other clients may use, see `Replica.lookup`."""
+        if isinstance(digests, PackedHashes):
+            joined, size = digests.joined, digests.size
+        else:
+            assert len(set(map(len, digests))) < 2, "hashes of one scheme have one size"
+            joined, size = b"".join(digests), len(digests[0]) if digests else 0
+        tokens, single, blocks = _native.find(self._core, joined, size, domain, num_tokens - 1)
+        return Hit(tokens, single, tuple(blocks))
+
+    def peek_slot(self, slot: int) -> Hit:
+        """Return the hit that an admission of this request would find now, see `Replica.peek_slot`."""
+        tokens, single, blocks = _native.peek(self._core, slot)
+        return Hit(tokens, single, tuple(blocks))
+
+    def cached_columns(self, digests: Sequence[bytes], domain: str) -> list[bytes]:
+        """Return, by group, where the cache has the keys of these hash blocks, see `Replica.cached_columns`."""
+        horizon = self.executed_through if self.spec.commit is CommitRule.SAFE else INSIDE
+        find, core, groups = _native.first_blocks, self._core, range(len(self.spec.groups))
+        return [bytes(find(core, domain, [one], digest, horizon) is not None for digest in digests) for one in groups]
+
+    def digests_of(self, content: News) -> PackedHashes:
+        """Return the block hashes of a `News` with one row, see `Replica.digests_of`."""
+        self.check_alone(Part(news=content))
+        return hash_alone(self._scheme, content)
+
+    def check_alone(self, part: Part) -> None:
+        """Raise InvalidArgument if a replica without requests could not apply the part."""
+        try:
+            _native.check_alone(self._core, part)
+        except _native.Refused as refused:
+            raise Refusal(*refused.args).error(self.spec, part) from None
+
+    def entries(self, blocks: Iterable[int] | None = None) -> Entries:
+        """Return the published keys of these blocks, by default of all, see `Replica.entries`."""
+        if blocks is None:
+            free = _native.free_order(self._core)
+            held = sorted(set(range(1, self.spec.num_blocks)).difference(free))
+            blocks = [*free, *held, *range(self.spec.num_blocks, self.spec.num_stamps)]
+        return published(self._core, self.spec, self.digest_size, list(blocks))
+
+    def stored_events(self) -> Iterator[tuple[int, CacheEvent]]:
+        """Yield STORED events of all keys, see `Replica.stored_events`."""
+        return events_of_keys(self._core, self.spec)
+
+    def replay_events(self) -> Iterator[CacheEvent]:
+        """Yield STORED events of all keys, for a new subscriber."""
+        return (event for _, event in self.stored_events())
+
+    def blocks_of(self, domain: str, group: int, digest: bytes) -> Sequence[int]:
+        """Return all blocks that have this key, published or not."""
+        return _native.blocks(self._core, domain, group, digest)[0]
+
+    def key_step(self, domain: str, group: int, digest: bytes) -> int | None:
+        """Return the step that registered this key; None if no block has the key."""
+        blocks, step = _native.blocks(self._core, domain, group, digest)
+        return step if blocks else None
+
+    def count_keys(self) -> int:
+        """Count the distinct keys of the prefix cache."""
+        return sum(_native.books(self._core)[1])
+
+    def count_keys_of(self, group: int) -> int:
+        """Count the distinct keys of one group."""
+        return _native.books(self._core)[1][group]
+
+    def group_counters(self) -> list[GroupCounters]:
+        """Return the counters of each group. Passes over the pool."""
+        taken = _native.books(self._core)[2]
+        return [
+            GroupCounters(used, cached, allocated, adopted, evicted)
+            for (used, cached, evicted), (allocated, adopted) in zip(_native.counts(self._core), taken, strict=True)
+        ]
+
+    def common_prefix_blocks(self) -> list[int]:
+        """Return, per group, how many leading blocks all running requests share."""
+        return _native.common_blocks(self._core)
+
+    def can_rewind(self, slot: int, num_computed: int) -> bool:
+        """Whether the request has all blocks to compute the tokens after the first `num_computed` again."""
+        return _native.can_rewind(self._core, slot, num_computed)
+
+    def shorten_chunk(self, slot: int, start: int, wanted: int) -> int:
+        """Return how many of the `wanted` tokens from `start` on an aligned row grants at most."""
+        return _native.align_chunk(self._core, slot, start, wanted)
+
+    def count_held(self, slot: int) -> int:
+        """Count the blocks that are held for the transfer of an ended request."""
+        return _native.request(self._core, slot)[3]
+
+    def group_blocks(self, slot: int) -> list[int]:
+        """Count the blocks of a request by group."""
+        return _native.group_blocks(self._core, slot)
+
+    def count_granted(self, seq: int) -> int:
+        """Count the requests to which a step in flight granted tokens; 0 for other steps."""
+        return dict(_native.books(self._core)[3]).get(seq, 0)
+
+    @property
+    def requests(self) -> NativeRequests:
+        """Columns of all requests, by slot."""
+        return self._requests
+
+    @property
+    def groups(self) -> Sequence[GroupView]:
+        """The groups of layers, by number."""
+        return self._groups
+
+    @property
+    def counters(self) -> Counters:
+        """Counts since the registration; a copy."""
+        return Counters(*_native.books(self._core)[4])
+
+    @property
+    def residency(self) -> Residency:
+        """Histograms of block lifetimes."""
+        return Residency(*_native.residency(self._core))
+
+    @property
+    def block_counts(self) -> BlockCounts:
+        """Number of blocks by state."""
+        _, _, _, num_free, num_evictable, _, slack = _native.numbers(self._core)
+        return BlockCounts.of(self.spec, len(self.busy_blocks), num_free, num_evictable, slack)
+
+    @property
+    def retained_counts(self) -> tuple[int, int]:
+        """Number of retained prefixes, and of the keys of blocks that they name."""
+        return _native.retained(self._core)
+
+    @property
+    def busy_blocks(self) -> tuple[int, ...]:
+        """Blocks that loads of earlier engine lives may still write, ascending."""
+        return tuple(_native.books(self._core)[0])
+
+    @property
+    def unit_ns(self) -> int:
+        """Time to allocate and register a block, of requests of 40 blocks and more, rounded up: the unit of effort."""
+        return 50
+
+    @property
+    def digest_size(self) -> int:
+        """Bytes of a block hash."""
+        return self._scheme.digest.size
+
+    @property
+    def seq(self) -> int:
+        """Number of the last step."""
+        return _native.numbers(self._core)[0]
+
+    @property
+    def epoch(self) -> int:
+        """Number of the engine life."""
+        return _native.numbers(self._core)[1]
+
+    @property
+    def executed_through(self) -> int:
+        """Number of the last executed step."""
+        return _native.numbers(self._core)[2]
+
+    @property
+    def free_blocks(self) -> int:
+        """Number of blocks that can be allocated now."""
+        return _native.numbers(self._core)[3]
+
+    @property
+    def num_running(self) -> int:
+        """Number of requests that hold blocks and may run."""
+        return _native.numbers(self._core)[5]

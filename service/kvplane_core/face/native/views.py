@@ -1,0 +1,207 @@
+"""Views of the compiled core: the columns of its requests, its groups, and the events of its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from typing import overload
+
+from kvplane.base.declined import Declined
+from kvplane.base.groups import GroupKind, GroupSpec, Medium
+from kvplane.base.hashing import PackedHashes
+from kvplane.base.packed_ints import PackedInts
+from kvplane.base.prefetch import Prefetched
+from kvplane.base.retain import Retained
+from kvplane.base.step import (
+    Blocks,
+    CacheEvent,
+    EventKind,
+    Orders,
+    PartResult,
+    RemoveReason,
+    StepResult,
+)
+from kvplane_core.cpp import _native
+from kvplane_core.face.cache_events import CacheEvents
+from kvplane_core.face.contents import HashedRows
+from kvplane_core.face.interface import MAX_SLOTS
+
+_DOWNWARD_CLOSED = (GroupKind.FULL_ATTENTION, GroupKind.MLA, GroupKind.SINK_FULL, GroupKind.R_SWA)
+
+
+class NativeRequests:
+    """Columns of all requests, which are those of the compiled core."""
+
+    def __init__(self, core: object) -> None:
+        self._core = core
+        self.running: Sequence[bool] = _native.column(core, "running")
+        self.held: Sequence[bool] = _native.column(core, "held_slots")
+        self.num_tokens: Sequence[int] = _native.column(core, "num_tokens")
+        self.computed: Sequence[int] = _native.column(core, "computed")
+        self.live: Sequence[bool] = _native.column(core, "live")
+        self._ends_at: Sequence[int] = _native.column(core, "ends_at")
+        self.request_id = _RequestIds(core)
+
+    @property
+    def loading(self) -> frozenset[int]:
+        """Slots whose blocks a transfer still writes."""
+        return frozenset(_native.books(self._core)[5])
+
+    def is_live(self, slot: int) -> bool:
+        """Whether the slot has a request, running or not."""
+        return 0 <= slot < len(self.live) and self.live[slot]
+
+    def launch_end(self, slot: int) -> int:
+        """Return the position, in tokens, where the request's last launch ends, see `Requests.launch_end`."""
+        return max(self._ends_at[slot], self.computed[slot])
+
+    def slots(self) -> list[int]:
+        """Return the live slots, ascending."""
+        return _native.live(self._core)
+
+    def hashes(self, slot: int) -> Sequence[bytes]:
+        """Return the hashes of the request's full hash blocks."""
+        _, joined, size, _ = _native.request(self._core, slot)
+        return PackedHashes(joined, size or 1)
+
+
+class _RequestIds(Sequence[str]):
+    """Names of the requests, by slot."""
+
+    def __init__(self, core: object) -> None:
+        self._core = core
+
+    def __len__(self) -> int:
+        return MAX_SLOTS
+
+    @overload
+    def __getitem__(self, slot: int) -> str: ...
+    @overload
+    def __getitem__(self, slot: slice) -> list[str]: ...
+    def __getitem__(self, slot: int | slice) -> str | list[str]:
+        if isinstance(slot, slice):
+            return [self[one] for one in range(*slot.indices(MAX_SLOTS))]
+        return _native.request(self._core, slot)[0]
+
+
+class NativeGroup:
+    """One group of layers, with the counts of the compiled core."""
+
+    def __init__(self, core: object, number: int, spec: GroupSpec) -> None:
+        self._core = core
+        self.group, self.spec, self.block_size = number, spec, spec.block_size
+
+    @property
+    def allocated(self) -> int:
+        """Number of blocks ever allocated."""
+        return _native.books(self._core)[2][self.group][0]
+
+    @property
+    def adopted(self) -> int:
+        """Number of blocks ever taken over from the cache."""
+        return _native.books(self._core)[2][self.group][1]
+
+    def is_downward_closed(self) -> bool:
+        """Whether a hit of n tokens implies hits of all smaller lengths."""
+        return self.spec.kind in _DOWNWARD_CLOSED
+
+
+class NativePart(PartResult):
+    """The answer to a part. Its blocks, orders, events and columns without entries are made when they are read."""
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether another answer, by any core, is the same."""
+        if not isinstance(other, PartResult):
+            return NotImplemented
+        return all(getattr(self, one.name) == getattr(other, one.name) for one in fields(PartResult) if one.compare)
+
+
+class NativeEvents(CacheEvents):
+    """The events of a part, which become Python objects when they are read. There is at least one; never modified.
+
+    Attributes:
+        marks: whether there are STORED events, and others, and one that concerns a key of an earlier STORED event whose
+            step is not executed: the sum of 1, 2 and 4.
+    """
+
+    __slots__ = ("_packed", "marks")
+    marks: int
+
+    def __init__(self, packed: object) -> None:
+        self._packed, self.marks = packed, 7
+
+    def __getattr__(self, name: str) -> list[CacheEvent]:
+        if name != "runs":
+            raise AttributeError(name)
+        self.runs = _native.events(self._packed)
+        return self.runs
+
+    def __bool__(self) -> bool:
+        return True
+
+    def removals(self) -> Sequence[int]:
+        """Count the removed keys by the number of the reason."""
+        return _native.removals(self._packed)
+
+    @staticmethod
+    def pack(head: bytes, shares: Sequence[tuple[NativeEvents, int, int]]) -> bytes:
+        """Return events packed behind `head`: of each the STORED ones for 1, the others for 2, all for 0. The third
+        number is the medium of the tier that they are of; 0 = the device.
+        """
+        return _native.pack_events(head, [(events._packed, share, medium) for events, share, medium in shares])
+
+
+class NativeTierEvents(Sequence[CacheEvent]):
+    """The events of tiers in a part, which become Python objects when they are read. There is at least one; never
+    modified.
+    """
+
+    __slots__ = ("_made", "_runs")
+    __hash__ = None  # type: ignore[assignment]
+    _runs: list[tuple[int, object]]
+
+    def shares(self) -> list[tuple[NativeEvents, int, int]]:
+        """Return them as `NativeEvents.pack` takes them."""
+        return [(NativeEvents(packed), 0, medium) for medium, packed in self._runs]
+
+    def __getattr__(self, name: str) -> list[CacheEvent]:
+        if name != "_made":
+            raise AttributeError(name)
+        self._made = tier_events_of(self._runs)
+        return self._made
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    @overload
+    def __getitem__(self, at: int) -> CacheEvent: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[CacheEvent]: ...
+    def __getitem__(self, at: int | slice) -> CacheEvent | list[CacheEvent]:
+        return self._made[at]
+
+    def __iter__(self) -> Iterator[CacheEvent]:
+        return iter(self._made)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._made == list(other)
+
+    def __repr__(self) -> str:
+        return repr(self._made)
+
+
+def tier_events_of(runs: list[tuple[int, object]]) -> list[CacheEvent]:
+    """Return the events of tiers; each tier's are packed. Hashes and blocks are lists, as those of a `Tier`."""
+    events = [(one, Medium(medium)) for medium, packed in runs for one in _native.events(packed)]
+    return [replace(one, hashes=list(one.hashes), blocks=list(one.blocks), tier=medium) for one, medium in events]
+
+
+# Numbers of kinds and reasons are their places.
+_native.answer_with(
+    StepResult, NativePart, Blocks, Orders, CacheEvent, (None, *EventKind), tuple(RemoveReason), Medium.DEVICE,
+    NativeEvents, PackedInts, NativeTierEvents, Declined, Prefetched, HashedRows,
+    Retained,
+)  # fmt: skip

@@ -1,0 +1,68 @@
+"""Recurrent state that is not cached (mode "none"): a request has one block for its state, and one per draft token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvplane_core.face.interface import Need
+from kvplane_core.face.keys import NULL_BLOCK
+from kvplane_core.spec.managers.base import FOREVER, GroupManager
+from kvplane_core.spec.managers.questions import Query
+
+
+class UncachedStateManager(GroupManager):
+    """Manages states in mode "none": never cached; a request has one block for its state, and one per draft token."""
+
+    def blocks_needed(self, need: Need, hit: Sequence[int]) -> int:
+        """Return the number of new blocks for the state and the draft states."""
+        extra = self.block_size * self.spec.speculative_blocks
+        return super().blocks_needed(replace(need, num_slots=need.num_slots + extra), hit)
+
+    def blocks_to_extend(self, slot: int, num_slots: int, num_main: int) -> int:
+        """Return the number of blocks that a running request needs for `num_slots` tokens and the draft states."""
+        extra = self.block_size * self.spec.speculative_blocks
+        return super().blocks_to_extend(slot, num_slots + extra, num_main)
+
+    def blocks_alone(self, num_tokens: int, num_encoder: int) -> int:
+        """Return the most blocks that a request holds at once: its state and the draft states."""
+        return super().blocks_alone(num_tokens, num_encoder) + self.spec.speculative_blocks
+
+    def allocate(self, slot: int, num_slots: int, num_main: int, num_encoder: int) -> list[int]:
+        """Extend the table to the state and the draft states; returns the new blocks."""
+        extra = self.block_size * self.spec.speculative_blocks
+        return super().allocate(slot, num_slots + extra, num_main, num_encoder)
+
+    def _take(self, count: int, after: int = NULL_BLOCK) -> list[int]:
+        del after
+        self.allocated += count
+        return self.pool.take_states(count)
+
+    def can_rewind(self, slot: int, num_computed: int) -> bool:
+        """Whether at most as many tokens are computed again as there are draft states: older states are lost."""
+        return self.requests.computed[slot] - num_computed <= self.spec.speculative_blocks
+
+    def skipped_tokens(self, num_computed: int) -> int:
+        """Return the number of computed tokens less one: only the state of the last token is needed."""
+        return num_computed - 1
+
+    def window_bound(self, slot: int, num_processed: int) -> int:
+        """Return the number of processed tokens from which on the next block of the table can be released."""
+        del slot
+        return (max(num_processed - 1, 0) // self.block_size + 1) * self.block_size + 1
+
+    def alloc_bound(self, slot: int) -> int:
+        """Return the position, in tokens, up to which no block is missing; the last blocks are for draft states."""
+        return super().alloc_bound(slot) - self.block_size * self.spec.speculative_blocks
+
+    def find(self, query: Query) -> tuple[list[list[int]], int]:
+        """Return no blocks: states in this mode are never cached."""
+        return [[] for _ in query.groups], 0
+
+    def register_blocks(self, slot: int, num_tokens: int, boundaries: Sequence[int]) -> None:
+        """Do nothing: states in this mode are never cached."""
+        return
+
+    def register_bound(self, slot: int) -> int:
+        """Return FOREVER: no block is ever registered."""
+        return FOREVER
