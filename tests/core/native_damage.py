@@ -22,6 +22,7 @@ from kvplane_core.spec.replica import Replica
 from tests.core import native_builds
 from tests.core import test_invariants as states
 from tests.core.builders import Engine, fake_digest, full, window
+from tests.core.compared import specification
 from tests.core.tier_engine import small_pools
 
 if TYPE_CHECKING:
@@ -254,7 +255,8 @@ def find(damage: Damage) -> BrokenInvariant | None:
     """Plant a damage; returns what the check finds, None if it finds nothing."""
     from kvplane_core.cpp import _native
 
-    core = compiled_core(damage.state())
+    with specification():  # the damaged core goes on without it
+        core = compiled_core(damage.state())
     inspect.check(core)
     vars(_native)["damage"](core.core, damage.name)
     try:
