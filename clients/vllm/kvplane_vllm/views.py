@@ -6,7 +6,7 @@ state of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -245,17 +245,26 @@ class Pool:
 
 
 class Table(Sequence[Block]):
-    """The blocks of a request in one group, as they are now."""
+    """The blocks of a request in one group, as they are whenever they are read: vLLM's own list grows too. Once the
+    request has none, those that were read last.
+    """
 
-    def __init__(self, manager: InProcessManager, ids: list[int]) -> None:
-        self._blocks, self._ids = manager.blocks, ids
+    def __init__(self, manager: InProcessManager, read: Callable[[], list[int]]) -> None:
+        self._blocks, self._read, self._last = manager.blocks, read, read()
+
+    def _ids(self) -> list[int]:
+        self._last = self._read() or self._last
+        return self._last
 
     def __getitem__(self, index: Any) -> Any:
-        found = self._ids[index]
+        found = self._ids()[index]
         return [self._blocks[block] for block in found] if isinstance(found, list) else self._blocks[found]
 
+    def __iter__(self) -> Iterator[Block]:
+        return iter(self[:])
+
     def __len__(self) -> int:
-        return len(self._ids)
+        return len(self._ids())
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
@@ -274,7 +283,7 @@ class Tables(Mapping[str, Any]):
         return [] if known is None else self._manager.tables_of(known.slot)[self._group]
 
     def __getitem__(self, request_id: str) -> Any:
-        return Table(self._manager, self._table(request_id))
+        return Table(self._manager, lambda: self._table(request_id))
 
     def get(self, request_id: str, default: Any = None) -> Any:
         """Return the blocks of a request; `default` if the request holds none."""
