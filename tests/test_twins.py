@@ -23,7 +23,7 @@ ISSUED = """
     load before stamps, zero after load, image skips shared blocks, image skips blocks before a key,
     an eviction leaves tiers,
     keys under a state, stamps under a state, stamp of a divided state, stamps of an ended life,
-    load over a superblock in use,
+    load over a superblock in use, held states are blocks of attention,
     copy of an evicted state, image loses blocks behind the computed tokens,
     skipped blocks released during a load, open step without load_after, limit of a hit counts what is left out,
     classes as stated, chunk of the longest hit, end aligned twice, retained blocks needed, limit searched once,

@@ -789,6 +789,11 @@ def rely_on_the_ended_life(_: Real) -> Real:
     return lambda self, epoch: super(type(self), self).begin_epoch(epoch)
 
 
+def assume_no_states(_: Real) -> Real:
+    """Count each held block of an image as one of attention."""
+    return lambda self, blocks: self.assign(blocks, is_state=False)
+
+
 def start_at_once(_: Real) -> Real:
     """A load does not wait for launches."""
     return lambda self, blocks: 0
@@ -1109,6 +1114,10 @@ TWINS: dict[str, Twin] = {
     "stamps of an ended life": Twin(
         "a new engine life relies on no stamps that the ended one ordered, unless the memory has them",
         (Patch(f"{SPEC}.split:SplitPool.begin_epoch", rely_on_the_ended_life),),
+    ),
+    "held states are blocks of attention": Twin(
+        "a held block of an image keeps its superblock where it may be a state",
+        (Patch(f"{SPEC}.split:SplitPool.assume", assume_no_states),),
     ),
     "load over a superblock in use": Twin(
         "a load waits for launches that use any block with memory of the blocks that it fills",

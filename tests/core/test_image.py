@@ -17,9 +17,11 @@ from kvplane.base.step import Admit, Cache, News, Part, PartResult, Resume, Run,
 from kvplane.session.rows import ResumeRow, resume_of
 from kvplane_core.face import inspect
 from kvplane_core.face.entries import Entries, KeyRun
+from kvplane_core.face.keys import NULL_BLOCK
 from kvplane_core.face.setup import states_for_drafts
 from kvplane_core.face.state import digest as state_digest
 from kvplane_core.spec.replica import Replica
+from kvplane_core.spec.split import SplitPool
 from tests.core.builders import (
     admit_row,
     changed,
@@ -56,12 +58,32 @@ def drain(engine: RandomEngine) -> None:
             if slot not in requests.loading or manager.spec.kind is not GroupKind.R_SWA:
                 manager.release_skipped(slot, requests.computed[slot])
         requests.invalidate_fast_path(slot)
+    count_held_blocks_as_states(engine.replica)
     changed(engine.replica)
     for request in engine.requests.values():
         if request.load is not None:
             request.load.after = request.load.seq = 0  # executed, and of another epoch than what comes
         for row in request.rows:
             row.seq = 0
+
+
+def count_held_blocks_as_states(replica: Replica) -> None:
+    """No image says whether a held block is a state. One without a key counts as a state where it could be one: then
+    no other request may get the rest of its superblock.
+    """
+    pool, coordinator = replica.coordinator.pool, replica.coordinator
+    if not isinstance(pool, SplitPool):
+        return
+    slots = [slot for slot in replica.requests.slots() if replica.requests.running[slot]]
+    running = {block for slot in slots for table in coordinator.tables(slot) for block in table}
+    for first in {block for blocks in replica.tracker.held.values() for block in blocks} - running - {NULL_BLOCK}:
+        number, others = first // pool.size, range(first + 1, first + pool.size)
+        is_first = first % pool.size == 0 and pool.key[first] is None and not pool.free.has_state[number]
+        if is_first and not any(pool.references[block] or pool.key[block] for block in others):
+            for block in others:
+                pool.free._remove(block)
+            pool.free.has_state[number] = True
+            pool.free._count()
 
 
 def evicted(engine: RandomEngine) -> list[int]:
@@ -127,10 +149,16 @@ def test_a_resumed_replica_decides_as_the_original(mix, seed):
     decides_as_before(mix, seed)
 
 
+def test_a_held_block_whose_superblock_could_be_a_state_s():
+    """It was the last block of attention that was held there, and had lost its key."""
+    decides_as_before("split pages, checkpoints and drafts", 1618)
+
+
 # A mix and a seed that find each planted fault.
 FOUND = {
     "image skips shared blocks": ("seven groups", 3),
     "image skips blocks before a key": ("seven groups", 1),
+    "held states are blocks of attention": ("split pages, checkpoints and drafts", 0),
     "copy of an evicted state": ("states, hits inside blocks", 3),
     "image loses blocks behind the computed tokens": ("prompt and window", 19),
 }

@@ -394,6 +394,25 @@ def test_an_image_in_which_blocks_share_memory_is_refused(tables, held, busy):
     inspect.check(replica)
 
 
+@pytest.mark.parametrize(
+    ("held", "others"),  # by slot; how many other blocks of superblock 8 to 11 can be allocated
+    [([[8]], 0), ([[9]], 3), ([[8, 10]], 2), ([[8], [10]], 2), ([[10], [8]], 2), ([[8], [8]], 0)],
+)
+def test_a_held_block_of_an_image_that_may_be_a_state_keeps_its_superblock(held, others):
+    """No image says whether a held block is a state. If it is one, the rest of its superblock is written with it."""
+    replica = new_replica(split_spec(6))
+    replica.begin_epoch(2, [0, *range(1 << 32, (1 << 32) + 23)])
+    slots, blocks = list(range(len(held))), [block for one in held for block in one]
+    resume = Resume(held_slot=slots, held_count=[len(one) for one in held], held_blocks=blocks)
+    replica.apply(Step(2, 1, [Part(resume=resume)]))
+    inspect.check(replica)
+    assert replica.free_blocks == 4 * SIZE + others
+    replica.apply(Step(2, 2, [Part(cache=Cache(released=slots))], executed_through=1))
+    inspect.check(replica)
+    assert replica.free_blocks == 5 * SIZE
+    assert replica.coordinator.pool.is_unused
+
+
 # A mix and a seed that find each planted fault.
 FOUND: dict[str, tuple[Callable[[str, int], object], str, int]] = {
     "keys under a state": (long_lives, "split pages", 0),
