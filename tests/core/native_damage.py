@@ -255,7 +255,7 @@ def find(damage: Damage) -> BrokenInvariant | None:
     """Plant a damage; returns what the check finds, None if it finds nothing."""
     from kvplane_core.cpp import _native
 
-    with specification():  # the damaged core goes on without it
+    with specification():  # the damaged core continues without it
         core = compiled_core(damage.state())
     inspect.check(core)
     vars(_native)["damage"](core.core, damage.name)
