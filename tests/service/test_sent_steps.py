@@ -1,4 +1,6 @@
-"""A core that reads messages applies what Python reads from them, and answers what Python writes."""
+"""A core that reads messages applies what Python reads from them, and answers what Python writes; it packs decisions
+about steps of messages and of objects as Python does.
+"""
 
 from __future__ import annotations
 
@@ -79,17 +81,39 @@ class ByMessages(NativeReplica):
         result.recorded(record)
         made = StepResult(result.seq, result.part, result.parts, result.published_through)
         assert result.message == pb.SessionResponse(result=wire.encode_result(made)).SerializeToString()
-        events = [part.events for part in made.parts]
-        assert packed == finish(pack_decision(without_tokens(decoded), made, events, AT_NS, TOOK_NS))
+        assert packed == packed_by_python(decoded, made)
         return made
 
 
-@pytest.fixture
-def counted(monkeypatch) -> type[ByMessages]:
+def packed_by_python(step: Step, result: StepResult) -> bytes:
+    events = [part.events for part in result.parts]
+    return finish(pack_decision(without_tokens(step), result, events, AT_NS, TOOK_NS))
+
+
+class OfObjects(NativeReplica):
+    """A compiled core that gets its steps as objects; what it packs is compared with what Python packs.
+
+    Attributes:
+        sent: number of steps that it packed.
+    """
+
+    sent = 0
+
+    def _apply(self, step: Step, alone: bool) -> StepResult:
+        result = super()._apply(step, alone)
+        assert isinstance(result, StepResult)
+        packed = self.pack_applied(step, AT_NS, TOOK_NS)
+        assert packed in (None, packed_by_python(step, result))
+        type(self).sent += packed is not None
+        return result
+
+
+@pytest.fixture(params=[ByMessages, OfObjects])
+def counted(monkeypatch, request) -> type[ByMessages | OfObjects]:
     """Let the second core of page engines be such a core."""
-    monkeypatch.setattr(page_engine, "new_replica", lambda spec: ComparedCores(Replica(spec), ByMessages.load))
-    monkeypatch.setattr(ByMessages, "sent", 0)
-    return ByMessages
+    monkeypatch.setattr(page_engine, "new_replica", lambda spec: ComparedCores(Replica(spec), request.param.load))
+    monkeypatch.setattr(request.param, "sent", 0)
+    return request.param
 
 
 @pytest.mark.parametrize("mix", CACHED_MIXES)
@@ -188,7 +212,7 @@ def test_a_malformed_step_is_left_to_python_which_names_its_fault(part):
     assert refused.value.field.startswith("parts[0].")
 
 
-def test_a_step_in_other_bytes_is_read_by_python_and_sent_again():
+def test_a_step_in_other_bytes_is_read_by_python():
     """A section that comes twice: protobuf joins both."""
     one = step_pb2.Part(run=step_pb2.Run(slot=bytes(4))).SerializeToString()
     other = step_pb2.Part(run=step_pb2.Run(reserved=bytes(4))).SerializeToString()
@@ -198,3 +222,11 @@ def test_a_step_in_other_bytes_is_read_by_python_and_sent_again():
     assert core().read_step(raw) is None
     decoded = wire.decode_step(parse(pb.SessionRequest, raw).step, 32)
     assert read_of(decoded).num_rows == 1
+
+
+@pytest.mark.parametrize("more", [{"extra_keys": [ExtraKeys(salt="s")]}, {"traceparent": ["00-1-2-01"]}])
+def test_python_packs_a_decision_about_objects_that_the_core_does_not_read(more):
+    made, step = NativeReplica(spec_of()), Step(1, 1, [Part(news=News([0], [2], **more))])
+    made.begin_epoch(1)
+    made.apply(step)
+    assert made.pack_applied(step, AT_NS, TOOK_NS) is None

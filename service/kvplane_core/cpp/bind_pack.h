@@ -18,15 +18,24 @@ inline size_t BytesToPack(const Part& part, const PartResult& result) {
     return hashes + 4 * blocks + jobs + kOthers;
 }
 
-// pack_applied(core, step, at_ns, took_ns) -> the decision about the step that was applied last, which was read from a
-// message, packed
+// Whether the entries of all lists are known, of which only a step that was read from a message has those that are
+// only counted.
+inline bool HasEntries(const News& news) {
+    return std::cmp_equal(news.num_extra_keys, news.extra_keys.size()) &&
+           std::cmp_equal(news.num_traceparents, news.traceparent.size());
+}
+
+// pack_applied(core, step, at_ns, took_ns) -> the decision about the step that was applied last, packed; None if the
+// core does not know all of it
 inline PyObject* PackApplied(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     return Guarded([&]() -> PyObject* {
         Check(count == 4);
         const Core& core = CoreOf(arguments[0]);
         PyObject* const object = arguments[1];
         const Step& step = core.step;
-        Require(core.applied == object && core.is_message, "another step was applied");
+        Require(core.applied == object, "another step was applied");
+        if (!std::all_of(step.parts.begin(), step.parts.end(), [](const Part& part) { return HasEntries(part.news); }))
+            Py_RETURN_NONE;
         std::vector<Frame> parts;
         for (size_t number = 0; number < step.parts.size(); ++number) {
             const PartResult& result = core.results[number];

@@ -265,10 +265,7 @@ class _Shape(Generic[_T]):
         self._numbers = range(1, 1 + len(self._columns) + len(self._raws))
         made = owner()
         self._scalar_names = [(*_split_path(path), turn) for path, turn in self._scalars]
-        self._scalar_defaults = {
-            (section, name): getattr(getattr(made, section) if section else made, name).real
-            for section, name, _ in self._scalar_names
-        }
+        self._defaults = [attrgetter(path)(made).real for path, _ in self._scalars]
         names = [*self._columns, *[path for path, *_ in self._raws]]
         self._names = dict(zip(self._numbers, map(_split_path, names), strict=True))
         empty = made if sections else None
@@ -294,8 +291,9 @@ class _Shape(Generic[_T]):
     def unpack(self, chunks: _Chunks) -> _T:
         """Return the object whose fields these chunks contain; chunks with other numbers are ignored."""
         given: dict[str, dict[str, Any]] = {"": {}}  # a section without fields is made when it is read
-        for (section, name, turn), number in zip(self._scalar_names, _numbers(chunks.get(0)), strict=True):
-            if number != self._scalar_defaults[section, name]:
+        numbers = zip(self._scalar_names, _numbers(chunks.get(0)), self._defaults, strict=True)
+        for (section, name, turn), number, default in numbers:
+            if number != default:
                 given.setdefault(section, {})[name] = turn(number)
         num_columns = len(self._columns)
         for number, chunk in chunks.items():

@@ -2,6 +2,7 @@
 
 Both are what the service needs of them: numbers, and the bytes. Their parts become Python objects
 when they are read: before the step is applied those of the message, later those of its record, the packed decision.
+A step that this process made of objects is applied as such, and its answer is of objects.
 """
 
 from __future__ import annotations
@@ -11,11 +12,10 @@ from copy import copy
 from typing import TypeAlias
 
 from kvplane.base.step import CacheEvent, Part, PartResult, Step, StepResult
-from kvplane.wire.stream import bytes_of
+from kvplane.base.when_read import given_fields
 from kvplane_core.face.interface import BEGINS, RESUMES, SCHEDULES, Answer, ReadStep
 from kvplane_service.decisions.packing import Unpacked, unpack_decision
 
-Reader: TypeAlias = Callable[[bytes], ReadStep | None]  # `read_step` of a core
 OfParts: TypeAlias = tuple[Sequence[CacheEvent], ...]  # events of each part
 
 
@@ -74,6 +74,11 @@ class SentStep(Step):
         self._made: list[Part] | None = None
         self._record: Record | None = None
 
+    def of(self, parts: list[Part]) -> SentStep:
+        """Give the step its parts, which were read already; returns it."""
+        self._made = parts
+        return self
+
     @property
     def parts(self) -> list[Part]:  # type: ignore[override]
         """The parts; without token ids once the step was applied."""
@@ -126,22 +131,6 @@ def drop_events(part: PartResult) -> PartResult:
     return part
 
 
-def sent(step: Step, read: Reader | None, same: SentStep | None = None) -> Step:
-    """Return a step of objects as a core with this reader takes it, by way of its message; for a core without one the
-    same step. `same`: the step as the core has read it already. Raises InvalidArgument for a value that a message
-    cannot have.
-    """
-    if read is None or isinstance(step, SentStep):
-        return step
-    if same is not None:
-        same._made = step.parts
-        return same
-    message = bytes_of(step)
-    found = read(message)
-    assert found is not None, "a core reads what this version writes"
-    return SentStep(found, message, lambda _: step.parts)
-
-
 def answered(step: Step, answer: StepResult | Answer) -> StepResult:
     """Return the answer of a core to a step."""
     return SentResult(step, answer) if isinstance(answer, Answer) else answer
@@ -161,7 +150,8 @@ def kinds_of(step: Step) -> int:
     """Return what a step of objects has, as `ReadStep.kinds` says it; without HAS_KEYS."""
     kinds = 0
     for part in step.parts:
-        kinds |= SCHEDULES if part.run.slot or part.admit.slot else 0
-        kinds |= BEGINS if part.news.slot else 0
-        kinds |= RESUMES if part.resume is not None else 0
+        given = given_fields(part)  # sections that are missing are empty
+        kinds |= SCHEDULES if ("run" in given and part.run.slot) or ("admit" in given and part.admit.slot) else 0
+        kinds |= BEGINS if "news" in given and part.news.slot else 0
+        kinds |= RESUMES if given.get("resume") is not None else 0
     return kinds

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 from kvplane.base.errors import InternalError, KvplaneError
 from kvplane.base.step import UNCHANGED, Facts, OnRefusal, Part, RowFlag, Step, StepResult
-from kvplane_core.face.interface import ReplicaCore
+from kvplane_core.face.interface import ReadStep, ReplicaCore
 from kvplane_service.decisions.log import Decision, DecisionLog
-from kvplane_service.decisions.sent import OfParts, Reader, Record, SentResult, SentStep, answered, sent
+from kvplane_service.decisions.sent import OfParts, Record, SentResult, SentStep, answered
 from kvplane_service.replicas.engine_lives import Clock, Opening
 from kvplane_service.replicas.events import EventLog, PublicationHold
 from kvplane_service.runtime.executors import Busy, Offload
@@ -52,8 +52,8 @@ class Applying:
         self.changes = 0
         self._replica = replica
         # A compiled core reads messages, and packs its own decisions.
-        self._reader: Reader | None = getattr(replica, "read_step", None)
-        self._pack: Callable[[Step, int, int], bytes] | None = getattr(replica, "pack_applied", None)
+        self._reader: Callable[[bytes], ReadStep | None] | None = getattr(replica, "read_step", None)
+        self._pack: Callable[[Step, int, int], bytes | None] | None = getattr(replica, "pack_applied", None)
         self._decisions = decisions
         self._events = events
         self._hold = hold
@@ -91,7 +91,6 @@ class Applying:
         Raises KvplaneError, and changes nothing, if the core refuses the step. Raises what `check` raises, with the
         step applied and nothing published.
         """
-        step = sent(step, self._reader)
         at_ns = self._clock()
         self._enter()
         try:
@@ -107,10 +106,6 @@ class Applying:
         """
         found = None if self._reader is None else self._reader(message)
         return None if found is None else SentStep(found, message, decode)
-
-    def sent(self, step: Step, same: SentStep | None = None) -> Step:
-        """Return a step of objects as the core takes it, see `sent`."""
-        return sent(step, self._reader, same)
 
     def effort(self, step: Step) -> int:
         """Estimate what the core takes to apply a step, in nanoseconds. Invalid steps are accepted too."""
@@ -145,7 +140,6 @@ class Applying:
 
         Raises as `apply`, and Busy if too much work waits for the thread.
         """
-        step = sent(step, self._reader)
         at_ns = self._clock()
         self._enter()
         try:
@@ -163,7 +157,6 @@ class Applying:
         Cancelling the caller cancels neither the step nor the call of `done`. `effort_ns`: if it is known. Raises as
         `apply`, and Busy.
         """
-        step = sent(step, self._reader)
         if not self.is_long(step, effort_ns):
             return done(self.apply(step, check))
         return await self.aside(self._apply_aside(step, offload, done, check))
@@ -194,17 +187,18 @@ class Applying:
 
     def _publish(self, step: Step, result: StepResult, at_ns: int, check: Check | None) -> StepResult:
         took_ns = self._clock() - at_ns
-        packed: bytes | None = None
+        packed = self._pack(step, at_ns, took_ns) if self._pack is not None else None
         events: OfParts
         of_tiers: OfParts
-        if self._pack is not None and isinstance(step, SentStep) and isinstance(result, SentResult):
-            packed, events, of_tiers = self._pack(step, at_ns, took_ns), result.events, result.tier_events
+        if isinstance(step, SentStep) and isinstance(result, SentResult):
+            assert packed is not None, "a core packs what it has read"
+            events, of_tiers = result.events, result.tier_events
             record = Record(packed, events, of_tiers)
             step.applied(record)
             result.recorded(record)
         else:  # no empty list is made part of a result
-            events = tuple(vars(part).get("events", ()) for part in result.parts)
-            of_tiers = tuple(vars(part).get("tier_events", ()) for part in result.parts)
+            events = tuple([vars(part).get("events", ()) for part in result.parts])
+            of_tiers = tuple([vars(part).get("tier_events", ()) for part in result.parts])
         if check is not None:
             check(result)
         self.in_core = False

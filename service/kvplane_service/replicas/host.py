@@ -460,13 +460,12 @@ class ReplicaHost(HostState):
         answer = self._order.find(step, fingerprint)
         if answer is not None:
             return answer
-        step = self.steps.sent(step)
         _check_retains_nothing(step)
         rows = check_step(step, self._order, self.replica.executed_through, self._config)
         requests, on_done = self.mirror.requests, None
         if requests.may_join(step) and requests.want_step(self._clock):
-            merged, asked = requests.merged(step, self._clock())
-            step, on_done = self.steps.sent(merged), partial(requests.all_carried_out, asked)
+            step, asked = requests.merged(step, self._clock())
+            on_done = partial(requests.all_carried_out, asked)
         if isinstance(step, SentStep):
             step.with_events = session.with_events
         return Turn(self._order, step, rows, fingerprint, session.with_events, on_done)

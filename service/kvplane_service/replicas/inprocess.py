@@ -11,7 +11,6 @@ from collections.abc import Callable
 from kvplane.base.errors import KvplaneError, OtherWriter, StaleEpoch, Unavailable
 from kvplane.base.session import Opened, OpenRequest
 from kvplane.base.step import Step, StepResult
-from kvplane_service.decisions.sent import result_with
 from kvplane_service.replicas.host import ReplicaHost
 
 # Steps are passed by reference and never repeated, so no fingerprint is needed.
@@ -47,8 +46,7 @@ class InProcessTransport:
         if self._host is None or self._ended is not None:
             return
         try:
-            result = self._host.step(self._nonce, step, _NO_FINGERPRINT)
-            self._answers.append(result_with(result, result.parts))
+            self._answers.append(self._host.step(self._nonce, step, _NO_FINGERPRINT))
         except (StaleEpoch, OtherWriter) as error:
             self._end(error)
         except KvplaneError as error:

@@ -359,7 +359,8 @@ def _understand(raw: bytes, host: ReplicaHost, parser: Callable[..., pb.SessionR
         return _Message(kind)
     decoded: Step | KvplaneError
     try:
-        decoded = host.steps.sent(wire.decode_step(sent, digest_size), step)
+        decoded = wire.decode_step(sent, digest_size)
+        decoded = decoded if step is None else step.of(decoded.parts)
     except KvplaneError as error:
         decoded = error
     return _Message(kind, decoded, sent.seq, sent.part, fingerprint(raw), num_bytes=len(raw))

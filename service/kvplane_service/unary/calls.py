@@ -111,7 +111,7 @@ class Content:
             hashes=self.hashes,
             request_id=[name],
             domain=[self.domain],
-            extra_keys=[self.extra_keys],
+            extra_keys=[self.extra_keys] if self.extra_keys != NO_EXTRA_KEYS else [],
             skip_reading=[int(self.skip_reading)],
             max_tokens=[self.max_tokens],
         )

@@ -33,16 +33,11 @@ def serialized(message: Sent) -> bytes:
     return message if isinstance(message, bytes) else message.SerializeToString()
 
 
-def bytes_of(step: Step) -> bytes:
-    """Return the bytes of the message with a step. Raises InvalidArgument for a value that cannot be sent."""
-    return step_bytes(step) or SessionRequest(step=encode_step(step)).SerializeToString()
-
-
 def step_message(step: Step, max_bytes: int) -> bytes:
     """Return the bytes of the message with a step. Raises LimitExceeded if there are more than `max_bytes`, since the
     service would end the stream.
     """
-    message = bytes_of(step)
+    message = step_bytes(step) or SessionRequest(step=encode_step(step)).SerializeToString()
     if len(message) > max_bytes:
         raise LimitExceeded(
             f"the message of step {step.seq} has {len(message)} bytes, the maximum is {max_bytes}",

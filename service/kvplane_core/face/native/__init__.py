@@ -139,9 +139,9 @@ class NativeReplica:
         """Estimate the cost of a step that was read, in nanoseconds, as `effort` of replicas/applying.py does."""
         return self.unit_ns * _native.effort(self._core, read)
 
-    def pack_applied(self, step: Step, at_ns: int, took_ns: int) -> bytes:
-        """Return the decision about the step that was applied last, which was read from a message, as
-        `decisions.packing` packs it.
+    def pack_applied(self, step: Step, at_ns: int, took_ns: int) -> bytes | None:
+        """Return the decision about the step that was applied last, as `decisions.packing` packs it; None for one of
+        objects with extra keys or traces of requests, which the core does not read.
         """
         return _native.pack_applied(self._core, step, at_ns, took_ns)
 
