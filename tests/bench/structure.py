@@ -71,7 +71,8 @@ def line_of_product(lines: dict[str, int]) -> str:
     """Return the one line that `make check` prints."""
     cpp = sum(count for path, count in lines.items() if not path.endswith(".py"))
     total = sum(lines.values())
-    return f"hand-written product lines: {total:,} ({total - cpp:,} Python, {cpp:,} C++)"
+    spec = sum(count for path, count in lines.items() if path.startswith(f"{CORE}spec/"))
+    return f"hand-written product lines: {total:,} ({total - cpp:,} Python, {cpp:,} C++), of these the specification: {spec:,}"
 
 
 def rooms(lines: dict[str, int]) -> dict[str, int]:
