@@ -17,8 +17,8 @@ from kvplane.v1 import allocation_pb2 as pb
 from kvplane_core.face import state
 from kvplane_core.face.part_rows import Update
 from kvplane_core.face.state import digest
-from kvplane_core.spec.open_step import OpenStep
 from kvplane_service.config import Config
+from tests.core.builders import open_step
 from tests.core.specification import specification_of
 from tests.core.test_step_law import MIXES
 from tests.service.mirrors import DecidingEngine, open_request, spec_of
@@ -47,7 +47,7 @@ class MirroredEngine(DecidingEngine):
 
     def end_all(self):
         """End every request, in a step."""
-        step = OpenStep(self.replica, self.executed)
+        step = open_step(self.replica, self.executed)
         for slot in list(self.text):
             step.update(Update(slot, end=End.FREE))
             del self.text[slot]
@@ -59,7 +59,7 @@ class MirroredEngine(DecidingEngine):
         """Carry out what callers of the service ask for, each in a step of its own; returns how many."""
         asked = self.sender.take_cache_requests()
         for one in asked:
-            step = OpenStep(self.replica, self.executed)
+            step = open_step(self.replica, self.executed)
             step.change_cache(Cache(evicted=list(one.blocks), reset=one.reset))
             result, recorded = step.close(), step.recorded()
             assert self.follower.apply(recorded) == result
