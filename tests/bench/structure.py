@@ -72,7 +72,8 @@ def line_of_product(lines: dict[str, int]) -> str:
     cpp = sum(count for path, count in lines.items() if not path.endswith(".py"))
     total = sum(lines.values())
     spec = sum(count for path, count in lines.items() if path.startswith(f"{CORE}spec/"))
-    return f"hand-written product lines: {total:,} ({total - cpp:,} Python, {cpp:,} C++), of these the specification: {spec:,}"
+    parts = f"{total - cpp:,} Python, {cpp:,} C++; {spec:,} of the Python are the specification"
+    return f"hand-written product lines: {total:,} ({parts})"
 
 
 def rooms(lines: dict[str, int]) -> dict[str, int]:
