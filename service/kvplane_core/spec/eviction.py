@@ -1,4 +1,4 @@
-"""The eviction policies: in which order free blocks with a key are evicted.
+"""Eviction policies: in which order free blocks with a key are evicted. HAZARD is in `policies`.
 
     LRU            without a key -> with a key, the last used one last
     WINDOW_TAIL    without a key -> left a window | with a key, the last used one last

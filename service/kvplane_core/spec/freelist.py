@@ -46,7 +46,7 @@ class Links:
 class FreeList:
     """Blocks that can be allocated; the first one is evicted next.
 
-    The order is the eviction policy, here LRU; `eviction` has another. Blocks without a key are freed to the front,
+    The order is the eviction policy, here LRU; `eviction` and `policies` have others. Blocks without a key are freed to the front,
     since they can never hit; blocks with a key to the back, the tail of the request first, so that the beginnings of
     prefixes are evicted last (as in vLLM's block pool).
 

@@ -1,10 +1,12 @@
 """The base class of group managers, with the parts that are common to all kinds of attention: block tables, allocation,
 registration.
 
-    |<- computed ->|<-- hit -->|<- external ->|<--- new --->|<- lookahead ->|
-    |                          |              |             |               |
-    blocks it has   adopted     allocated in   allocated in `allocate`       |
-                    by `adopt`  `allocate_external`
+    an admission    |<-- hit -->|<- external ->|<--- new --->|<- lookahead ->|
+                     adopted     allocated in   allocated in `allocate`
+                     by `adopt`  `allocate_external`
+
+    a running one   |<- computed ->|<--- new --->|<- lookahead ->|
+                     blocks it has  allocated in `allocate`
 
 Positions are tokens from the start of the request. A table entry covers `block_size` tokens; it is the null block where
 this kind of attention does not need the block any more, or never needed it.
@@ -51,7 +53,7 @@ class GroupManager(ABC):
         self.block_size = setup.spec.block_size
         self.hash_size = setup.replica.hash_block_size
         self.table: list[list[int]] = []
-        self.num_cached: list[int] = []  # leading blocks that need no further registration; NOT_TRACKED: no table yet
+        self.num_cached: list[int] = []  # leading blocks that need no further registration; NOT_TRACKED: nothing adopted or registered yet
         self.partial_hit: dict[int, tuple[int, int]] = {}  # slot -> (index, shared block) to copy before a write
         self.copies: list[tuple[int, int]] = []  # (source, target) of this step; both are held until it is executed
         self.stores_empty_ranges = not self._safe  # as vLLM: emit STORED even if nothing was registered
