@@ -212,6 +212,12 @@ def test_a_malformed_step_is_left_to_python_which_names_its_fault(part):
     assert refused.value.field.startswith("parts[0].")
 
 
+def test_a_step_of_very_many_parts_is_left_to_python():
+    """An empty part is two bytes of a message, and a thousand times as many where it is read."""
+    assert core().read_step(message_of(Step(1, 1, [Part()] * 4096))) is not None
+    assert core().read_step(message_of(Step(1, 1, [Part()] * 4097))) is None
+
+
 def test_a_step_in_other_bytes_is_read_by_python():
     """A section that comes twice: protobuf joins both."""
     one = step_pb2.Part(run=step_pb2.Run(slot=bytes(4))).SerializeToString()

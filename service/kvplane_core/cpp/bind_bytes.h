@@ -65,6 +65,9 @@ inline bool ReadPart(Hashes message, size_t digest_size, Part* part) {
     return fields.ok;
 }
 
+// A part takes two bytes of a message and about 2 KiB here: a step of more parts is read by Python.
+constexpr size_t kMostParts = 4096;
+
 inline bool ReadStep(Hashes message, size_t digest_size, SentStep* sent) {
     Step& step = sent->step;
     Fields fields(message);
@@ -87,6 +90,7 @@ inline bool ReadStep(Hashes message, size_t digest_size, SentStep* sent) {
             case 4: is_read = ReadValue(field, &more); break;
             case 5: is_read = read(field, &step.executed_through, &sent->executed_through); break;
             case 6:
+                if (num_parts == kMostParts) return false;
                 if (num_parts == step.parts.size()) step.parts.emplace_back();
                 is_read = field.kind == kLength && ReadPart(field.bytes, digest_size, &step.parts[num_parts++]);
                 break;
@@ -150,9 +154,10 @@ inline std::vector<std::unique_ptr<SentStep>> spare_steps;
 constexpr size_t kMostSpare = 4;
 
 inline void DestroySent(PyObject* capsule) {
-    constexpr size_t kMostBytes = 1 << 16;
+    constexpr size_t kMostBytes = 1 << 16, kFewParts = 64;
     std::unique_ptr<SentStep> sent(static_cast<SentStep*>(PyCapsule_GetPointer(capsule, kSent)));
-    if (spare_steps.size() < kMostSpare && sent->num_bytes <= kMostBytes) spare_steps.push_back(std::move(sent));
+    const bool is_small = sent->num_bytes <= kMostBytes && sent->step.parts.capacity() <= kFewParts;
+    if (spare_steps.size() < kMostSpare && is_small) spare_steps.push_back(std::move(sent));
 }
 
 inline SentStep& SentOf(PyObject* capsule) {

@@ -230,7 +230,12 @@ bool ReadSection(Hashes message, size_t digest_size, Section* section) {
 // written, which is copied nowhere else.
 class Backward {
   public:
-    void Clear() { size_ = 0; }
+    // Empties it, and keeps the memory of a usual message.
+    void Clear() {
+        constexpr size_t kMostKept = 1 << 20;
+        size_ = 0;
+        if (memory_.size() > kMostKept) memory_ = {};
+    }
     size_t size() const { return size_; }
     const uint8_t* data() const { return memory_.data() + memory_.size() - size_; }
 
