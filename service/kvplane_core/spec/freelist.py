@@ -46,9 +46,9 @@ class Links:
 class FreeList:
     """Blocks that can be allocated; the first one is evicted next.
 
-    The order is the eviction policy, here LRU; `eviction` and `policies` have others. Blocks without a key are freed to the front,
-    since they can never hit; blocks with a key to the back, the tail of the request first, so that the beginnings of
-    prefixes are evicted last (as in vLLM's block pool).
+    The order is the eviction policy, here LRU; `eviction` and `policies` have others. Blocks without a key are freed to
+    the front, since they can never hit; blocks with a key to the back, the tail of the request first, so that the
+    beginnings of prefixes are evicted last (as in vLLM's block pool).
 
         sentinel -> next victim -> ... -> last freed -> sentinel        (sentinel = num_blocks)
 

@@ -53,7 +53,8 @@ class GroupManager(ABC):
         self.block_size = setup.spec.block_size
         self.hash_size = setup.replica.hash_block_size
         self.table: list[list[int]] = []
-        self.num_cached: list[int] = []  # leading blocks that need no further registration; NOT_TRACKED: nothing adopted or registered yet
+        # Leading blocks that need no further registration; NOT_TRACKED: nothing was adopted or registered yet.
+        self.num_cached: list[int] = []
         self.partial_hit: dict[int, tuple[int, int]] = {}  # slot -> (index, shared block) to copy before a write
         self.copies: list[tuple[int, int]] = []  # (source, target) of this step; both are held until it is executed
         self.stores_empty_ranges = not self._safe  # as vLLM: emit STORED even if nothing was registered
