@@ -7,7 +7,7 @@ import pytest
 from kvplane import wire
 from kvplane.base.step import Admit, Budget, Cache, End, EventKind, Facts, News, Part, Run, StepResult
 from kvplane_service.config import Config
-from kvplane_service.decisions.log import Decision, Life, hashed_step, hashes_of_news
+from kvplane_service.decisions.log import Decision, Life, hashed_part, hashed_step
 from kvplane_service.replicas.host import new_replica
 from tests.service.hosts import BLOCK, HostWorld, spec_of
 
@@ -84,9 +84,15 @@ def test_decision_log_has_the_hashes_of_new_requests():
     world.open().step(new(0, 1), new(2, tokens=[5] * 7))
     (decision,) = decisions_of(world)
     size = world.host.scheme.digest.size
-    first, second = hashes_of_news(decision, 0, size)
-    assert first == second == world.host.replica.requests.hashes(0)
-    assert hashes_of_news(decision, 1, size) == [[]]
+    news, further = (
+        hashed_part(part, result, size).news
+        for part, result in zip(decision.step.parts, decision.result.parts, strict=True)
+    )
+    digests = world.host.replica.requests.hashes(0)
+    assert digests
+    assert (news.num_hashes, news.hashes) == ([len(digests)] * 2, b"".join(digests) * 2)
+    assert not any(further.num_hashes)
+    assert not further.hashes
 
 
 def test_decision_log_has_an_entry_per_engine_life():

@@ -470,11 +470,6 @@ class BlockPool:
         self.generation, self._counter = self.generation + 1, 0
         self._stamp_base = Stamp(self.generation, self.epoch, 0).pack()
 
-    @property
-    def last_counter(self) -> int:
-        """Counter of the last stamp that was issued."""
-        return self._counter
-
     def begin_epoch(self, epoch: int) -> None:
         """Begin an engine life numbered `epoch`: stamps contain this number from now on, and steps count from 1.
 

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import nlargest
-from itertools import accumulate, pairwise
 from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
@@ -239,14 +238,3 @@ def _hashed_facts(facts: Facts, made: Sequence[bytes], size: int) -> Facts:
     rows = iter(made)
     counts = [len(next(rows)) // size if appended else 0 for appended in facts.appended]
     return replace(facts, num_hashes=counts, hashes=b"".join(made))
-
-
-def hashes_of_news(decision: Decision, part: int, digest_size: int) -> list[list[bytes]]:
-    """Return the block digests of the prompt of each new request in one part of the step."""
-    news = hashed_part(decision.step.parts[part], decision.result.parts[part], digest_size).news
-    counts = news.num_hashes or [0] * len(news.slot)
-    ends = list(accumulate(counts, initial=0))
-    return [
-        [news.hashes[at * digest_size : (at + 1) * digest_size] for at in range(start, end)]
-        for start, end in pairwise(ends)
-    ]
