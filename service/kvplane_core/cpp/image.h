@@ -205,11 +205,6 @@ class ImageReader {
         Holds(Next() == kind, "has a value of another kind");
         return Count();
     }
-    bool IsNothing() {
-        const bool is_nothing = at_ < raw_.size() && raw_[at_] == 'N';
-        at_ += is_nothing;
-        return is_nothing;
-    }
     void Name(const char* name) {
         field_ = "";
         Fixed(name);
