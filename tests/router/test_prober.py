@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 
 import msgspec
 import pytest
@@ -12,7 +11,7 @@ from kvplane.base.step import ExtraKeys
 from kvplane_fleet.decisions import Ask, Event
 from kvplane_fleet.faults import Fault
 from kvplane_fleet.fleet import Prompt
-from kvplane_fleet.router.prober import FAILED, REMEMBERED, UNSTATED, Prober, _complete
+from kvplane_fleet.router.prober import FAILED, REMEMBERED, UNSTATED, Prober, cached_tokens
 from tests.router.fleets import BLOCK, DOMAIN, Scene, tokens
 
 PROMPTS = [tokens(seed, 4) for seed in range(8)]
@@ -39,7 +38,7 @@ class Probed:
         self.scene.stores("a", prompt)
         self.cache.update(DOMAIN.keys(prompt))
 
-    def complete(self, endpoint, body):
+    async def complete(self, endpoint, body):
         asked = json.loads(body)
         assert (endpoint, asked["model"], asked["max_tokens"]) == ("http://engine", "m", 1)
         self.asked.append(asked["prompt"])
@@ -102,15 +101,22 @@ def test_what_an_engine_cannot_be_asked_again_is_not_remembered(prompt):
     assert len(one.prober._prompts["a"]) == REMEMBERED
 
 
-def refuse(*_):
+async def refuse(*_):
     raise ConnectionRefusedError
+
+
+def states(cached):
+    async def complete(*_):
+        return cached
+
+    return complete
 
 
 async def test_an_engine_that_fails_or_states_nothing_is_counted_and_teaches_nothing():
     one = Probed()
     assert await one.prober.probe("a", refuse) == FAILED
-    assert await one.prober.probe("a", lambda *_: None) == UNSTATED
-    assert await one.prober.probe("a", lambda *_: 10**9) == UNSTATED
+    assert await one.prober.probe("a", states(None)) == UNSTATED
+    assert await one.prober.probe("a", states(10**9)) == UNSTATED
     assert one.scene.decisions.work_of("a").truth.real == 0
     assert not one.scene.decisions.work_of("a").in_flight
 
@@ -123,30 +129,15 @@ async def test_nothing_is_probed_unless_it_is_asked_for():
     assert not prober.results
 
 
-@dataclass
-class Answer:
-    body: object
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def read(self, _):
-        return json.dumps(self.body).encode()
-
-
 @pytest.mark.parametrize(
-    ("usage", "cached"),
-    [({"prompt_tokens_details": {"cached_tokens": 32}}, 32), ({"prompt_tokens_details": None}, None), (None, None)],
+    ("answer", "cached"),
+    [
+        ({"usage": {"prompt_tokens_details": {"cached_tokens": 32}}}, 32),
+        ({"usage": {"prompt_tokens_details": {"cached_tokens": True}}}, None),
+        ({"usage": {"prompt_tokens_details": None}}, None),
+        ({"usage": [1]}, None),
+        ([], None),
+    ],
 )
-def test_cached_tokens_are_read_from_the_usage_of_a_completion(usage, cached):
-    asked = []
-
-    def opened(request, timeout):
-        asked.append((request.full_url, timeout > 0))
-        return Answer({"usage": usage})
-
-    assert _complete("10.0.0.1:8000", b"{}", opened) == cached
-    assert asked == [("http://10.0.0.1:8000/v1/completions", True)]
+def test_cached_tokens_are_read_from_the_usage_of_a_completion(answer, cached):
+    assert cached_tokens(json.dumps(answer).encode()) == cached

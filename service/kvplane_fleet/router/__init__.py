@@ -7,6 +7,7 @@ messages   between protobuf and the router's types
 picker     the endpoint picker of the Gateway API Inference Extension; prompts and endpoints, which it needs
 pod_scores the service of llm-d's indexer
 prober     asks engines again for prompts that they have answered
+asking     the only HTTP connections of a router
 watching   the stream of the index
 metrics    Prometheus families
 """

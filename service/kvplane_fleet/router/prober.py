@@ -12,19 +12,16 @@ import asyncio
 import json
 import logging
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
-from typing import Any
-from urllib.request import Request, urlopen
 
 from kvplane.base.errors import KvplaneError, NotFound
 from kvplane.base.step import NO_EXTRA_KEYS
 from kvplane_fleet.decisions import Ask, Decisions, Event
 from kvplane_fleet.fleet import Fleet, Followed, Prompt
+from kvplane_fleet.router.asking import Engines
 from kvplane_fleet.settings import RouterSettings
-from kvplane_service.runtime.executors import Busy, Executor
 
 REMEMBERED = 16  # prompts of a place
 MAX_TOKENS = 32_768  # of a prompt that is remembered
@@ -32,7 +29,8 @@ TIMEOUT_S = 30.0
 MAX_ANSWER_BYTES = 1 << 20
 FAILED, UNSTATED = "failed", "unstated"  # results that are not causes of differences
 
-Complete = Callable[[str, bytes], int | None]  # endpoint, body -> cached tokens, None if the engine does not state them
+# endpoint, body -> cached tokens, None if the engine does not state them
+Complete = Callable[[str, bytes], Awaitable[int | None]]
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +49,7 @@ class Prober:
         self._fleet, self._decisions, self._settings, self._clock = fleet, decisions, settings, clock
         self._prompts: dict[str, deque[tuple[int, ...]]] = {}
         self._due_s: dict[str, float] = {}
-        self._offload = Executor("probes of engines")
+        self._engines = Engines()
         self.results: dict[str, Counter[str]] = {}
         if settings.probe_period_s:
             decisions.booked = self._remember
@@ -72,7 +70,7 @@ class Prober:
             prompts.rotate(-1)
             decision = self._book(one, place, prompts[-1])
             if decision:
-                result = await self._ask(one, decision, prompts[-1], complete or _complete)
+                result = await self._ask(one, decision, prompts[-1], complete or self._complete)
                 self.results.setdefault(place, Counter())[result] += 1
                 # After a difference the next prompts are tried at once, to find out whether it is one of many.
                 period_s = 0.0 if result == "unexplained" else self._settings.probe_period_s
@@ -108,9 +106,9 @@ class Prober:
         cached: int | None = None
         result = FAILED
         try:
-            cached = await self._offload(partial(complete, settings.endpoint, body))
+            cached = await complete(settings.endpoint, body)
             result = UNSTATED
-        except (OSError, ValueError, Busy) as error:
+        except (OSError, ValueError, RecursionError) as error:
             _log.warning("%s cannot be probed: %s", settings.name, error)
         finally:
             valid = cached if cached is not None and 0 <= cached <= len(tokens) else None
@@ -118,10 +116,18 @@ class Prober:
                 result = self._decisions.ended(decision, Event(self._clock(), valid, 1)) or result
         return result
 
+    async def _complete(self, endpoint: str, body: bytes) -> int | None:
+        return cached_tokens(await self._engines.post(endpoint, "/v1/completions", body, MAX_ANSWER_BYTES, TIMEOUT_S))
 
-def _complete(endpoint: str, body: bytes, opened: Callable[..., Any] = urlopen) -> int | None:
-    url = f"{endpoint if '://' in endpoint else f'http://{endpoint}'}/v1/completions"
-    with opened(Request(url, body, {"content-type": "application/json"}), timeout=TIMEOUT_S) as answer:
-        usage = json.loads(answer.read(MAX_ANSWER_BYTES)).get("usage") or {}
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-    return cached if isinstance(cached, int) else None
+
+def cached_tokens(answer: bytes) -> int | None:
+    """Return the cached tokens that an engine's answer states; None if it states none. Raises ValueError,
+    RecursionError.
+    """
+    usage = _part(json.loads(answer), "usage")
+    cached = _part(_part(usage, "prompt_tokens_details"), "cached_tokens")
+    return cached if type(cached) is int else None
+
+
+def _part(value: object, name: str) -> object:
+    return value.get(name) if isinstance(value, dict) else None

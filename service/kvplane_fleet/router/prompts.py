@@ -6,21 +6,21 @@ SGLang), so that chat templates and special tokens are the engine's own. What ca
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
-from typing import Any, TypeVar
-from urllib.error import URLError
-from urllib.request import Request, urlopen
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
+
+import msgspec
 
 from kvplane.base.step import ExtraKeys
 from kvplane_fleet.fleet import Fleet, Prompt
-from kvplane_service.runtime.executors import Busy, Executor
+from kvplane_fleet.router.asking import Engines
 
 TIMEOUT_S = 2.0
 MOST_ENGINES = 2  # that are asked for one prompt
-MAX_ANSWER_BYTES = 64 << 20
+ANSWER_BYTES = 64 << 10  # of any answer: a chat template adds to a text
+ANSWER_BYTES_PER_BYTE = 8  # of the question: a byte is at most a token, and its id at most 7 bytes
+MAX_ANSWER_BYTES = 8 << 20  # a million tokens
 _CHAT = (
     "messages",
     "tools",
@@ -33,15 +33,21 @@ _TEXT = ("prompt", "add_special_tokens")
 _CHARACTERS_PER_TOKEN = 4  # of a prompt that is not tokenized
 
 _T = TypeVar("_T")
+
+
+class _Tokens(msgspec.Struct):
+    tokens: Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]], msgspec.Meta(min_length=1)]
+
+
+_ANSWER, _encode = msgspec.json.Decoder(_Tokens), msgspec.json.Encoder().encode
 _log = logging.getLogger(__name__)
 
 
 class Prompts:
     """Makes prompts of requests."""
 
-    def __init__(self, fleet: Fleet, threads: int = 8) -> None:
-        self._fleet = fleet
-        self._offload = Executor("tokenizing by engines", threads=threads)
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet, self._engines = fleet, Engines()
         self._turn = 0
 
     async def of_body(self, model: str, body: Mapping[str, Any], num_bytes: int, engines: Collection[str]) -> Prompt:
@@ -71,11 +77,13 @@ class Prompts:
         ]
         self._turn += 1
         for endpoint in _rotated(endpoints, self._turn)[:MOST_ENGINES]:
-            url = f"{endpoint if '://' in endpoint else f'http://{endpoint}'}/tokenize"
             try:
-                return await self._offload(partial(_tokenize, url, json.dumps(asked).encode()))
-            except (OSError, URLError, ValueError, Busy) as error:
-                _log.warning("%s does not tokenize: %s", url, error)
+                question = _encode(asked)
+                most_bytes = min(ANSWER_BYTES + ANSWER_BYTES_PER_BYTE * len(question), MAX_ANSWER_BYTES)
+                answer = await self._engines.post(endpoint, "/tokenize", question, most_bytes, TIMEOUT_S)
+                return _ANSWER.decode(answer).tokens
+            except (OSError, ValueError, msgspec.MsgspecError) as error:
+                _log.warning("%s does not tokenize: %s", endpoint, error)
         return None
 
 
@@ -83,17 +91,6 @@ def _rotated(items: list[_T], turns: int) -> list[_T]:
     """Return the items in order, beginning with another one at each turn."""
     first = turns % max(len(items), 1)
     return [*items[first:], *items[:first]]
-
-
-def _tokenize(url: str, body: bytes, opened: Callable[..., Any] = urlopen) -> Sequence[int]:
-    """Return the tokens that an engine makes. Raises OSError, or ValueError if the answer has none."""
-    request = Request(url, body, {"content-type": "application/json"})
-    with opened(request, timeout=TIMEOUT_S) as answer:
-        tokens = json.loads(answer.read(MAX_ANSWER_BYTES)).get("tokens")
-    if not _are_tokens(tokens):
-        raise ValueError("the answer has no tokens")
-    found: Sequence[int] = tokens
-    return found
 
 
 def _are_tokens(given: object) -> bool:
