@@ -26,6 +26,9 @@ FILES: dict[str, Callable[[Sequence[Message]], Iterator[str]]] = {
     "clients/python/kvplane/wire/tables.py": python.tables,
     "clients/python/kvplane/session/section_rows.py": python.rows,
     "clients/python/kvplane/base/hashing/columns.h": cpp.answers,
+    "service/kvplane_core/spec/ranges.py": python.ranges,
+    "service/kvplane_core/cpp/ranges.h": cpp.ranges,
+    "service/kvplane_core/cpp/orders.h": cpp.orders,
     "service/kvplane_core/cpp/sections.h": cpp.structs,
     "service/kvplane_core/cpp/wire_results.h": cpp.wire,
     "service/kvplane_core/cpp/pack_layouts.h": cpp.layouts,
@@ -34,10 +37,11 @@ FILES: dict[str, Callable[[Sequence[Message]], Iterator[str]]] = {
 
 def generated(root: Path) -> dict[str, str]:
     """Return the content of each generated file by its path."""
-    messages = read_schema(root, ROOT / ".tools" / "proto")
+    messages, part = read_schema(root, ROOT / ".tools" / "proto")
     made = {}
     for path, write in FILES.items():
-        text = "\n".join([f"{COMMENT[Path(path).suffix]} {MARK}", *write(messages)]) + "\n"
+        known = messages if path.endswith(".py") else [*messages, part]
+        text = "\n".join([f"{COMMENT[Path(path).suffix]} {MARK}", *write(known)]) + "\n"
         made[path] = formatted(text) if path.endswith(".py") else text
     return made
 

@@ -50,6 +50,44 @@ def structs(messages: Sequence[Message]) -> Iterator[str]:
             yield from (f'        {{"{variable}.{field}", {count}}},' for field, count in counted)
             yield "    }};"
             yield "}"
+    (part,) = _named(messages, ("Part",))
+    yield from ("", "// Visits the sections of a part, and its flags.", "template <typename Part, typename F>")
+    yield "void EachSection(Part& part, F&& visit) {"
+    yield from (f'    visit(OtherField{{"{field.name}", {field.number}}}, part.{field.name});' for field in part.fields)
+    yield "}"
+    yield f"inline constexpr size_t kNumSections = {len(part.fields)};"
+    yield from ("", "}  // namespace kvplane")
+
+
+ORDERS_TOP = """
+// What a part orders; orders for movers are rows of `JobOrders`.
+#pragma once
+
+#include "types.h"
+
+namespace kvplane {"""
+
+
+def orders(messages: Sequence[Message]) -> Iterator[str]:
+    """Yield the lines of the header with the type of orders."""
+    yield from ORDERS_TOP.splitlines()[1:]
+    (message,) = _named(messages, ("Orders",))
+    columns = [field for field in message.columns if field.option.table not in JOBS]
+    yield from ("", "struct Orders {")
+    yield from (f"    {'std::vector<uint64_t>' if one.is_wide else 'BlockList'} {one.name};" for one in columns)
+    firsts = [
+        next(one for one in columns if one.option.table == table) for table in message.tables if table not in JOBS
+    ]
+    yield f"    bool empty() const {{ return {' && '.join(f'{one.name}.empty()' for one in firsts)}; }}"
+    yield "    void Clear() {"
+    yield from (f"        {one.name}.clear();" for one in columns)
+    yield from ("    }", "};", "template <typename F>", "void EachColumn(const Orders& orders, F&& visit) {")
+    yield from (f'    visit("{one.name}", orders.{one.name});' for one in columns)
+    yield "}"
+    for table in JOBS:
+        yield f"inline constexpr const char* k{table.title()}Columns[] = {{"
+        yield from (f'    "{one.name}",' for one in message.columns if one.option.table == table)
+        yield "};"
     yield from ("", "}  // namespace kvplane")
 
 
@@ -88,6 +126,39 @@ def _entry(field: Field, struct: str) -> str:
 
 
 TYPES = {U32: "U32", I32: "I32", U64: "U64", BITS: "Bits"}
+
+
+RANGES_TOP = """
+// The ranges of the values in the sections of a step: of each, what is not checked by itself in `validate.h`.
+#pragma once
+
+#include "step.h"
+
+namespace kvplane {"""
+
+
+def ranges(messages: Sequence[Message]) -> Iterator[str]:
+    """Yield the lines of the header with what checks the ranges of values."""
+    yield from RANGES_TOP.splitlines()[1:]
+    for message in _named(messages, SECTIONS):
+        if checked := [field for field in message.fields if field.range]:
+            name = message.name.lower()
+            yield from ("", "template <typename Range>")
+            yield f"bool InRanges(const {message.name}& {name}, [[maybe_unused]] const Spec& spec, Range&& range) {{"
+            for at, field in enumerate(checked):
+                low, high = map(_limit, field.range)
+                said = f'range({name}.{field.name}, {low}, {high}, "{name}.{field.name}")'
+                yield f"    {'       ' if at else 'return '}{said}{' &&' if field is not checked[-1] else ';'}"
+            yield "}"
+    yield from ("", "}  // namespace kvplane")
+
+
+def _limit(word: str) -> str:
+    """Return a limit of a range: MAX_TOKENS is kMaxTokens, num_blocks is that of the replica."""
+    sign, name = ("-", word[1:]) if word.startswith("-") else ("", word)
+    if name.isdigit():
+        return word
+    return f"{sign}k{name.title().replace('_', '')}" if name.isupper() else f"{sign}spec.{name}"
 
 
 def _each_other(message: Message, name: str) -> Iterator[str]:
@@ -162,6 +233,7 @@ def wire(messages: Sequence[Message]) -> Iterator[str]:
     yield from ("", "}  // namespace kvplane")
 
 
+JOBS = ("load", "save", "move")  # tables of `Orders`, which the core keeps as rows
 STORED = {U32: "uint32_t", I32: "int32_t", U64: "uint64_t", BITS: "uint64_t"}
 
 
@@ -214,7 +286,6 @@ namespace kvplane {
 """
 SCALARS = ("flag", "number", "choice")
 RAWS = ("hashes", "texts", "digests", "messages")
-JOBS = ("load", "save", "move")  # tables of `Orders`, which the core keeps as rows
 
 
 def layouts(messages: Sequence[Message]) -> Iterator[str]:

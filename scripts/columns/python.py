@@ -119,6 +119,38 @@ def _documentation(text: str) -> list[str]:
     return [f'    {lines[0]}"""']
 
 
+RANGES_TOP = "The ranges of the values in the sections of a step: what `validate` does not check by itself."
+RANGES_HEAD = """
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from kvplane.base.groups import MAX_TOKENS, ReplicaSpec
+from kvplane.base.retain import MAX_PRIORITY
+from kvplane.base.values import MAX_LOOKAHEAD, MAX_NS, MAX_WITHIN_NS, UNLIMITED
+
+# By section: its fields, each with its name, its values, and the least and the greatest valid one.
+RANGES: dict[str, Callable[[Any, ReplicaSpec], Iterable[tuple[str, Sequence[int], int, int]]]] = {
+"""
+
+
+def ranges(messages: Sequence[Message]) -> Iterator[str]:
+    """Yield the lines of the module with the ranges of values."""
+    yield f'"""{RANGES_TOP}"""'
+    yield from RANGES_HEAD.splitlines()
+    for message in messages:
+        checked = [field for field in message.fields if field.range]
+        if message.name in SECTIONS and checked:
+            yield f'    "{message.name.lower()}": lambda section, spec: ('
+            for field in checked:
+                low, high = (f"spec.{word}" if word.islower() else word for word in field.range)
+                value = f"section.{field.name}" if field.kind == "column" else f"[section.{field.name}]"
+                yield f'        ("{field.name}", {value}, {low}, {high}),'
+            yield "    ),"
+    yield "}"
+
+
 TABLES_TOP = """What the wire needs to know of each section of a step and of its result: columns and other fields."""
 TABLES_HEAD = """
 from __future__ import annotations

@@ -63,6 +63,11 @@ class Field:
         """The default, if it has one."""
         return self.option.default if self.option.HasField("default") else None
 
+    @property
+    def range(self) -> list[str]:
+        """The least and the greatest valid value, numbers or names of limits; [] = what reads the field checks it."""
+        return self.option.range.split(" to ") if self.option.range else []
+
 
 @dataclass(frozen=True)
 class Message:
@@ -93,8 +98,9 @@ def by_row(message: Message) -> list[Field]:
     return found[1:]
 
 
-def read_schema(root: Path, tools: Path) -> list[Message]:
-    """Return the messages of step.proto of which a field has an option, in the order of the file.
+def read_schema(root: Path, tools: Path) -> tuple[list[Message], Message]:
+    """Return the messages of step.proto of which a field has an option, in the order of the file; and `Part`, which
+    consists of them.
 
     Raises:
         ValueError: a comment does not begin with the type of its column, or does not name its default.
@@ -108,7 +114,9 @@ def read_schema(root: Path, tools: Path) -> list[Message]:
     (file,) = found.file
     docs, choices = _comments(file), {one.name: [value.name for value in one.value] for one in file.enum_type}
     messages = [_message(one, docs, (4, at), choices) for at, one in enumerate(file.message_type)]
-    return [one for one in messages if any(field.option.ByteSize() or field.kind == "column" for field in one.fields)]
+    (part,) = (one for one in messages if one.name == "Part")
+    said = [one for one in messages if any(field.option.ByteSize() or field.kind == "column" for field in one.fields)]
+    return said, part
 
 
 def _comments(file: FileDescriptorProto) -> dict[tuple[int, ...], str]:

@@ -27,12 +27,12 @@ from kvplane.base.step import (
     Run,
     Step,
 )
+from kvplane.base.values import MAX_LOOKAHEAD
 from kvplane_core.face.interface import MAX_SLOTS
 from kvplane_core.face.reasons import TEXTS
 from kvplane_core.face.setup import check_spec
 from kvplane_core.face.state import digest as state_digest
 from kvplane_core.spec.replica import Replica
-from kvplane_core.spec.validate import MAX_LOOKAHEAD
 from tests.core.builders import (
     BLOCK,
     Engine,

@@ -13,7 +13,7 @@ from kvplane import wire
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.prefetch import Prefetch
 from kvplane.base.retain import Retain
-from kvplane.base.step import ExtraKeys, Facts, News, Part, Resume, Run, Step, StepResult
+from kvplane.base.step import Admit, ExtraKeys, Facts, News, Part, Resume, Run, Step, StepResult
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.v1 import step_pb2
 from kvplane.wire.parsing import parse
@@ -210,6 +210,30 @@ def test_a_malformed_step_is_left_to_python_which_names_its_fault(part):
     with pytest.raises(InvalidArgument) as refused:
         wire.decode_step(parse(pb.SessionRequest, raw).step, 32)
     assert refused.value.field.startswith("parts[0].")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Part(news=News([0], [1], request_id=[7])),  # type: ignore[list-item]
+        Part(admit=Admit([0], skip_zero_groups=[-1])),
+        Part(news=News([0], [1], tokens=[-1])),
+    ],
+    ids=["text", "bits", "tokens"],
+)
+def test_a_refused_step_of_objects_leaves_nothing_in_the_memory_of_the_next_message(wrong):
+    made = NativeReplica(spec_of())
+    made.begin_epoch(1)
+    right = Part(news=News([1], [2], tokens=[5, 6], request_id=["a"]), admit=Admit([1], skip_zero_groups=[1]))
+    for seq in range(1, 9):  # the memory of some steps is used again
+        with pytest.raises(InvalidArgument):
+            made.apply(Step(1, seq, [wrong]))
+        right.news.slot = right.admit.slot = [seq]
+        step = Step(1, seq, [right])
+        message = message_of(step)
+        read = made.read_step(message)
+        assert read is not None
+        made.apply(SentStep(read, message, lambda _: [right]))
 
 
 def test_a_step_of_very_many_parts_is_left_to_python():

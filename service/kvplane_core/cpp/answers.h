@@ -66,7 +66,6 @@ template <typename Stored, typename T>
 void SetColumn(PyObject* object, PyObject* name, const std::vector<T>& column) {
     if (!column.empty()) SetAttribute(object, name, ColumnToPy<Stored>(column));
 }
-#define ENTRIES(object, from, name) SetColumn<uint32_t>(object, NAME(#name), (from).name)
 
 // The Python string of the name of each column.
 template <typename Section>
@@ -103,40 +102,38 @@ PyObject* TableToPy(PyObject* type, const Table& table) {
     return made;
 }
 
-// Columns of jobs: every third one, of jobs, versions and stamps, is of u64, the others of u32.
-template <size_t N>
-void SetColumns(PyObject* object, PyObject* const (&names)[N], const JobOrders::Rows<N>& rows) {
+// Columns of jobs by name: every third one, of jobs, versions and stamps, is of u64, the others of u32.
+template <const auto& kNames, size_t N>
+void SetJobs(PyObject* object, const JobOrders::Rows<N>& rows) {
+    static const std::vector<PyObject*> names = [] {
+        std::vector<PyObject*> interned;
+        for (const char* one : kNames) interned.push_back(PyUnicode_InternFromString(one));
+        return interned;
+    }();
     for (size_t column = 0; column < N && !rows.empty(); ++column) {
         const auto number_at = [&](size_t row) { return static_cast<uint64_t>(rows[row][column]); };
-        const bool is_long = column % 3 == 0;
-        SetAttribute(object, names[column], is_long ? ColumnToPy<uint64_t>(rows.size(), number_at)
-                                                    : ColumnToPy<uint32_t>(rows.size(), number_at));
+        SetAttribute(object, names[column], column % 3 == 0 ? ColumnToPy<uint64_t>(rows.size(), number_at)
+                                                            : ColumnToPy<uint32_t>(rows.size(), number_at));
     }
-}
-
-inline void SetJobs(PyObject* made, const JobOrders& jobs) {
-    static PyObject* const load[] = {NAME("load_job"),   NAME("load_tier"),  NAME("load_slot"), NAME("load_version"),
-                                     NAME("load_block"), NAME("load_group"), NAME("load_stamp")};
-    static PyObject* const save[] = {NAME("save_job"),   NAME("save_block"), NAME("save_group"),
-                                     NAME("save_stamp"), NAME("save_tier"),  NAME("save_slot")};
-    static PyObject* const move[] = {NAME("move_job"),     NAME("move_tier"),    NAME("move_slot"),
-                                     NAME("move_version"), NAME("move_to_tier"), NAME("move_to_slot")};
-    SetColumns(made, load, jobs.load);
-    SetColumns(made, save, jobs.save);
-    SetColumns(made, move, jobs.move);
 }
 
 // `tiers`: has the orders for movers; null = none.
 inline PyObject* ToPy(const Orders& orders, const TierAnswer* tiers) {
     PyObject* made = NewObject(answers.orders);
-    ENTRIES(made, orders, stamp_block);
-    SetColumn<uint64_t>(made, NAME("stamp"), orders.stamp);
-    ENTRIES(made, orders, copy_src);
-    ENTRIES(made, orders, copy_dst);
-    ENTRIES(made, orders, copy_group);
-    ENTRIES(made, orders, zero_block);
-    ENTRIES(made, orders, zero_group);
-    if (tiers != nullptr) SetJobs(made, tiers->orders);
+    static const std::vector<PyObject*> names = [&] {
+        std::vector<PyObject*> interned;
+        EachColumn(orders, [&](const char* one, const auto&) { interned.push_back(PyUnicode_InternFromString(one)); });
+        return interned;
+    }();
+    const auto* name = names.data();
+    EachColumn(orders, [&]<typename T>(const char*, const std::vector<T>& column) {
+        SetColumn<T>(made, *name++, column);
+    });
+    if (tiers != nullptr) {
+        SetJobs<kLoadColumns>(made, tiers->orders.load);
+        SetJobs<kSaveColumns>(made, tiers->orders.save);
+        SetJobs<kMoveColumns>(made, tiers->orders.move);
+    }
     return made;
 }
 

@@ -20,17 +20,17 @@ struct SentStep {
 enum SentKind : Int { kSchedules = 1, kBegins = 2, kResumes = 4, kHasKeys = 8 };
 
 inline void Reset(Part* part) {
-    Reset(&part->facts);
-    Reset(&part->cache);
-    Reset(&part->news);
-    Reset(&part->run);
-    Reset(&part->admit);
-    Reset(&part->peek);
-    Reset(&part->prefetch);
-    Reset(&part->retain);
-    Reset(&part->budget);
-    part->resume.reset();
-    part->with_hashes = part->with_tables = part->facts_made.given = part->news_made.given = false;
+    EachSection(*part, [](const OtherField&, auto& section) { Reset(&section); });
+    part->facts_made.given = part->news_made.given = false;
+}
+
+template <typename Section>
+bool ReadSection(const Field& field, size_t digest_size, Section* section) {
+    return field.kind == kLength && ReadSection(field.bytes, digest_size, section);
+}
+inline bool ReadSection(const Field& field, size_t, bool* flag) { return ReadValue(field, flag); }
+inline bool ReadSection(const Field& field, size_t digest_size, std::optional<Resume>* image) {
+    return ReadSection(field, digest_size, &image->emplace());
 }
 
 // Reads a part; false for what Python refuses, and names, and for a section that comes twice.
@@ -38,28 +38,14 @@ inline bool ReadPart(Hashes message, size_t digest_size, Part* part) {
     Reset(part);
     Fields fields(message);
     uint32_t found = 0;
-    const auto read = [&](const Field& field, auto* section) {
-        return field.kind == kLength && ReadSection(field.bytes, digest_size, section);
-    };
     for (Field field; fields.Next(&field);) {
-        if (field.number > 12) continue;
+        if (field.number > kNumSections) continue;
         if (found & 1u << field.number) return false;
         found |= 1u << field.number;
         bool is_read = true;
-        switch (field.number) {
-            case 1: is_read = read(field, &part->facts); break;
-            case 2: is_read = read(field, &part->cache); break;
-            case 3: is_read = read(field, &part->news); break;
-            case 4: is_read = read(field, &part->run); break;
-            case 5: is_read = read(field, &part->admit); break;
-            case 6: is_read = read(field, &part->peek); break;
-            case 7: is_read = read(field, &part->budget); break;
-            case 8: is_read = ReadValue(field, &part->with_tables); break;
-            case 9: is_read = ReadValue(field, &part->with_hashes); break;
-            case 10: is_read = read(field, &part->resume.emplace()); break;
-            case 11: is_read = read(field, &part->prefetch); break;
-            case 12: is_read = read(field, &part->retain); break;
-        }
+        EachSection(*part, [&](const OtherField& one, auto& section) {
+            if (one.number == field.number) is_read = ReadSection(field, digest_size, &section);
+        });
         if (!is_read) return false;
     }
     return fields.ok;

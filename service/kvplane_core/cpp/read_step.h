@@ -110,41 +110,32 @@ void ReadSection(PyObject* object, Section* section) {
     });
 }
 
-// Reads a field of a part. One that the part lacks has its default (`kvplane.base.when_read`), and is not made.
-template <typename T, typename Read>
-void ReadField(const Owned& fields, PyObject* name, T* value, Read&& read) {
-    PyObject* found = PyDict_GetItemWithError(fields.get(), name);
-    if (found != nullptr) {
-        const Owned field(Py_NewRef(found));
-        read(field.get(), value);
-    } else {
-        Check(PyErr_Occurred() == nullptr);
-        *value = T();
-    }
+inline void ReadSection(PyObject* object, bool* flag) { *flag = IsTrue(object); }
+inline void ReadSection(PyObject* object, std::optional<Resume>* image) {
+    if (object != Py_None) ReadSection(object, &image->emplace());
 }
-#define FIELD(fields, section, name, read) ReadField(fields, NAME(#name), &(section).name, read)
+
+// The Python string of the name of each section.
+inline const std::vector<PyObject*>& NamesOfSections(Part& part) {
+    static const std::vector<PyObject*> names = [&] {
+        std::vector<PyObject*> made;
+        EachSection(part, [&](const OtherField& one, auto&) { made.push_back(PyUnicode_InternFromString(one.name)); });
+        return made;
+    }();
+    return names;
+}
 
 inline void ReadPart(PyObject* object, Part* part) {
     Owned fields(PyObject_GenericGetDict(object, nullptr));
     if (PyDict_GetItemWithError(fields.get(), NAME("_packed")) != nullptr) ATTRIBUTE(object, "facts");  // makes all
-    const auto read_section = [](PyObject* field, auto* section) { ReadSection(field, section); };
-    const auto read_flag = [](PyObject* field, bool* flag) { *flag = IsTrue(field); };
-    FIELD(fields, *part, facts, read_section);
-    FIELD(fields, *part, cache, read_section);
-    FIELD(fields, *part, news, read_section);
-    FIELD(fields, *part, run, read_section);
-    FIELD(fields, *part, admit, read_section);
-    FIELD(fields, *part, peek, read_section);
-    FIELD(fields, *part, prefetch, read_section);
-    FIELD(fields, *part, retain, read_section);
-    FIELD(fields, *part, budget, read_section);
-    FIELD(fields, *part, with_hashes, read_flag);
-    FIELD(fields, *part, with_tables, read_flag);
-    part->resume.reset();
-    bool resumes = false;
-    ReadField(fields, NAME("resume"), &resumes, [&](PyObject* field, bool* flag) {
-        *flag = field != Py_None;
-        if (*flag) ReadSection(field, &part->resume.emplace());
+    const auto* name = NamesOfSections(*part).data();
+    EachSection(*part, [&](const OtherField&, auto& section) {
+        // A section that the part lacks has its default (`kvplane.base.when_read`), and is not made.
+        Reset(&section);
+        PyObject* found = PyDict_GetItemWithError(fields.get(), *name++);
+        if (found == nullptr) return Check(PyErr_Occurred() == nullptr);
+        const Owned field(Py_NewRef(found));
+        ReadSection(field.get(), &section);
     });
     part->facts_made.given = part->news_made.given = false;
 }

@@ -1,7 +1,7 @@
 // Why a step is refused, in the words of `reasons.py`, which has the texts; and the checks of single columns.
 #pragma once
 
-#include "step.h"
+#include "ranges.h"
 
 namespace kvplane {
 
@@ -39,9 +39,6 @@ class DistinctSlots {
     uint64_t mark_ = 0;
 };
 
-// Of a column with its name, where the variables are named as the sections.
-#define RANGE(column, low, high) Range(column, low, high, #column)
-
 class ColumnChecks {
   public:
     explicit ColumnChecks(const Spec& spec) : spec_(spec) {}
@@ -72,6 +69,12 @@ class ColumnChecks {
     }
     bool Range(Int value, Int low, Int high, const char* name) {
         return Within(value, low, high) || Refuse("range", name, kWholeColumn, {low, high});
+    }
+    template <typename Section>
+    bool AreInRange(const Section& section) {
+        return InRanges(section, spec_, [&](const auto& value, Int low, Int high, const char* name) {
+            return Range(value, low, high, name);
+        });
     }
     bool Bits(const Column& column, Int allowed, const char* name) {
         const auto fits = [&](Int one) { return (one & ~allowed) == 0; };

@@ -11,9 +11,7 @@ class Tier;
 
 constexpr Int kMaxRetained = 1024;     // prefixes of one replica
 constexpr Int kMaxRetainedPerBlock = 8;  // their blocks, each counted once per prefix, per block of the pool
-constexpr Int kMaxPriority = 100;
 constexpr Int kMaxRetainedNs = Int{7} * 24 * 3600 * 1'000'000'000;
-constexpr Int kMaxNs = (Int{1} << 62) - 1;
 constexpr Int kMaxOwnerChars = 256;
 
 constexpr Int kDevice = 0;  // the first place; the tiers that retain are 1 on

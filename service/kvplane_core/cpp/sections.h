@@ -444,4 +444,22 @@ inline constexpr SectionColumn<PartResultFields> kPartResultColumns[] = {
 };
 constexpr const auto& ColumnsOf(const PartResultFields&) { return kPartResultColumns; }
 
+// Visits the sections of a part, and its flags.
+template <typename Part, typename F>
+void EachSection(Part& part, F&& visit) {
+    visit(OtherField{"facts", 1}, part.facts);
+    visit(OtherField{"cache", 2}, part.cache);
+    visit(OtherField{"news", 3}, part.news);
+    visit(OtherField{"resume", 10}, part.resume);
+    visit(OtherField{"run", 4}, part.run);
+    visit(OtherField{"admit", 5}, part.admit);
+    visit(OtherField{"peek", 6}, part.peek);
+    visit(OtherField{"prefetch", 11}, part.prefetch);
+    visit(OtherField{"retain", 12}, part.retain);
+    visit(OtherField{"budget", 7}, part.budget);
+    visit(OtherField{"with_hashes", 9}, part.with_hashes);
+    visit(OtherField{"with_tables", 8}, part.with_tables);
+}
+inline constexpr size_t kNumSections = 12;
+
 }  // namespace kvplane

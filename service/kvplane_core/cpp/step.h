@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cache_events.h"
+#include "orders.h"
 #include "sections.h"
 
 namespace kvplane {

@@ -50,6 +50,9 @@ constexpr Int kMaxTokens = Int{1} << 30;
 constexpr Int kMaxSlots = Int{1} << 14;
 constexpr Int kMaxGroups = 64;
 constexpr Int kMaxLookahead = 4096;
+constexpr Int kMaxNs = (Int{1} << 62) - 1;  // of a time
+constexpr Int kMaxPriority = 100;
+constexpr Int kMaxWithinNs = Int{3600} * 1'000'000'000;
 constexpr Int kMaxCostNs = 60'000'000'000;
 constexpr size_t kDigestBytes = 32;
 
@@ -200,20 +203,6 @@ struct Spec {
     bool dense() const { return kept_every == -1; }
     bool drops_last_block() const {
         return std::any_of(groups.begin(), groups.end(), [](const GroupSpec& one) { return one.drops_last_block; });
-    }
-};
-
-struct Orders {
-    BlockList stamp_block;
-    std::vector<uint64_t> stamp;
-    BlockList copy_src, copy_dst, zero_block;
-    Column copy_group, zero_group;
-
-    bool empty() const { return stamp_block.empty() && copy_src.empty() && zero_block.empty(); }
-    void Clear() {
-        for (BlockList* column : {&stamp_block, &copy_src, &copy_dst, &zero_block}) column->clear();
-        for (Column* column : {&copy_group, &zero_group}) column->clear();
-        stamp.clear();
     }
 };
 

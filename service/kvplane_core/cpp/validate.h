@@ -7,8 +7,6 @@
 
 namespace kvplane {
 
-constexpr Int kMaxWithinNs = Int{3600} * 1'000'000'000;
-
 class StepValidator : public ColumnChecks {
   public:
     // `pool`, `tiers`: null of a replica that has nothing yet.
@@ -63,7 +61,7 @@ class StepValidator : public ColumnChecks {
     bool AcceptsPart(const Part& part, Int seq) {
         return AcceptsFacts(part.facts, seq, !part.run.extra.empty()) && AcceptsCache(part.cache, seq) &&
                AcceptsNews(part.news) && AcceptsRun(part.run) && AcceptsAdmit(part.admit) && AcceptsPeek(part.peek) &&
-               AcceptsPrefetch(part.prefetch) && AcceptsRetain(part.retain) && AcceptsBudget(part.budget);
+               AcceptsPrefetch(part.prefetch) && AcceptsRetain(part.retain) && AreInRange(part.budget);
     }
 
     // The state that a slot would have after the rows that were checked so far.
@@ -252,7 +250,7 @@ class StepValidator : public ColumnChecks {
             if (one != cache.mismatched.end())
                 return Refuse("keeps keys", "cache.mismatched", kWholeColumn, {one - cache.mismatched.begin()});
         }
-        if (!RANGE(cache.hits_checked, 0, kUnlimited)) return false;
+        if (!AreInRange(cache)) return false;
         for (size_t row = 0; row < cache.released.size(); ++row) {
             const Int slot = cache.released[row];
             Slot& known = Look(slot);
@@ -346,9 +344,7 @@ class StepValidator : public ColumnChecks {
         for (size_t row = 0; !requests_.loading.empty() && row < run.slot.size(); ++row) {
             if (!LoadHasStarted(run.slot[row], "run.slot", row)) return false;
         }
-        return RANGE(run.extra, -kMaxTokens, kMaxTokens) && RANGE(run.cap, 0, kUnlimited) &&
-               RANGE(run.lookahead, 0, kMaxLookahead) && RANGE(run.in_flight, -1, kMaxTokens) &&
-               RANGE(run.reserved, 0, spec_.num_blocks) &&
+        return AreInRange(run) &&
                Bits(run.flags, kReservedAlign | kDelayCaching | kFullFit | kUnaligned, "run.flags") &&
                AcceptsDrafts(run);
     }
@@ -379,17 +375,11 @@ class StepValidator : public ColumnChecks {
     bool AcceptsAdmit(const Admit& admit) {
         if (!Fit(NumEntriesOf(admit), admit.slot.size()))
             return false;
-        const Int longest = spec_.max_model_len, load = spec_.tiers.empty() ? Int{0} : kLoad;
+        const Int load = spec_.tiers.empty() ? Int{0} : kLoad;
         const Int flags = kReservedAlign | kDelayCaching | kFullFit | kWhole | kUnaligned | load;
         if (!(AllLiveAndDistinct(admit.slot, &admit_slots_, "admit.slot") &&
-              RANGE(admit.extra, -kMaxTokens, kMaxTokens) && RANGE(admit.cap, 0, kUnlimited) &&
-              RANGE(admit.hit_limit, 0, kUnlimited) && RANGE(admit.min_new, 0, kUnlimited) &&
-              RANGE(admit.single_group_hit, 0, kUnlimited) && RANGE(admit.lookahead, 0, kMaxLookahead) &&
-              RANGE(admit.external, 0, longest) && RANGE(admit.encoder_tokens, 0, kMaxTokens) &&
-              RANGE(admit.expected_hit, -1, longest) && RANGE(admit.reserved, 0, spec_.num_blocks) &&
-              (admit.skip_zero_groups_fit || Refuse("groups", "admit.skip_zero_groups")) &&
-              RANGE(admit.watermark, kAuto, kNever) && Bits(admit.flags, flags, "admit.flags") &&
-              AcceptsLoads(admit) && RANGE(admit.max_running, 0, kUnlimited)))
+              AreInRange(admit) && (admit.skip_zero_groups_fit || Refuse("groups", "admit.skip_zero_groups")) &&
+              Bits(admit.flags, flags, "admit.flags") && AcceptsLoads(admit)))
             return false;
         for (size_t row = 0; num_parts_ > 1 && row < admit.slot.size(); ++row) {
             if (Entry(admit.external, row, 0) && (Entry(admit.flags, row, 0) & kDelayCaching))
@@ -410,10 +400,10 @@ class StepValidator : public ColumnChecks {
 
     bool AcceptsPeek(const Peek& peek) {
         return Fit(NumEntriesOf(peek), peek.slot.size()) &&
-               RANGE(peek.limit, 0, kUnlimited) && AllLive(peek.slot, "peek.slot");
+               AreInRange(peek) && AllLive(peek.slot, "peek.slot");
     }
 
-    // -- prefetch, retain, budget ------------------------------------------------------------------------------------
+    // -- prefetch, retain ------------------------------------------------------------------------------------
 
     bool AcceptsPrefetch(const Prefetch& prefetch) {
         if (prefetch.slot.empty() && prefetch.hashes.size == 0 && prefetch.domain.empty() &&
@@ -422,7 +412,7 @@ class StepValidator : public ColumnChecks {
         size_t size = 0;
         if (!Fit(NumEntriesOf(prefetch), prefetch.slot.size()) ||
             !DigestSize(prefetch.hashes, prefetch.num_hashes, "prefetch.num_hashes", "prefetch.hashes", &size) ||
-            !Texts(prefetch.domain_fit, "prefetch.domain") || !RANGE(prefetch.within_ns, 0, kMaxWithinNs))
+            !Texts(prefetch.domain_fit, "prefetch.domain") || !AreInRange(prefetch))
             return false;
         if (spec_.tiers.size() < 2) return Refuse("no second tier", "prefetch");
         for (size_t row = 0; row < prefetch.slot.size(); ++row) {
@@ -444,8 +434,7 @@ class StepValidator : public ColumnChecks {
         if (!Fit(NumEntriesOf(retain), rows) ||
             !DigestSize(retain.hashes, retain.num_hashes, "retain.num_hashes", "retain.hashes", &size) ||
             !Texts(retain.domain_fit, "retain.domain") || !Texts(retain.owner_fit, "retain.owner") ||
-            !RANGE(retain.priority, 0, kMaxPriority) ||
-            !RANGE(retain.percent, 0, 100) || !RANGE(retain.now_ns, 0, kMaxNs) || !RANGE(retain.until_ns, 0, kMaxNs))
+            !AreInRange(retain))
             return false;
         if (retain.now_ns.size() > 1) return Refuse("one time", "retain.now_ns");
         if (rows > 0 && spec_.blocks_per_state > 1) return Refuse("split pages", "retain");
@@ -463,11 +452,6 @@ class StepValidator : public ColumnChecks {
             return std::count_if(owner.begin(), owner.end(), is_first) > kMaxOwnerChars;
         };
         return std::none_of(retain.owner.begin(), retain.owner.end(), is_long) || Refuse("owner", "retain.owner");
-    }
-
-    bool AcceptsBudget(const Budget& budget) {
-        return RANGE(budget.tokens, 0, kUnlimited) && RANGE(budget.input, 0, kUnlimited) &&
-               RANGE(budget.overhead, 0, kUnlimited);
     }
 
     const Requests& requests_;

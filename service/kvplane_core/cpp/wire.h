@@ -145,12 +145,16 @@ bool ReadPacked(const Field& field, Column* column, Int highest) {
 inline void ResetValue(Hashes* bytes) { *bytes = Hashes(); }
 inline void ResetValue(TokenIds* tokens) {
     tokens->count = 0;
+    tokens->fit = true;
     tokens->ids.clear();
 }
 inline void ResetValue(bool* flag) { *flag = false; }
 inline void ResetValue(SingleNumber number) { *number.value = number.otherwise; }
 inline void ResetValue(SingleChoice choice) { *choice.value = choice.otherwise; }
-inline void ResetValue(Texts texts) { texts.entries->clear(); }
+inline void ResetValue(Texts texts) {
+    texts.entries->clear();
+    *texts.fit = true;
+}
 inline void ResetValue(Counted list) {
     list.entries->clear();
     *list.count = 0;
@@ -163,10 +167,16 @@ concept HasColumns = requires(const Section& section) { ColumnsOf(section); };
 template <typename Section>
 void Reset(Section* section) {
     if constexpr (HasColumns<Section>) {
-        for (const auto& column : ColumnsOf(*section)) (section->*column.of).clear();
+        for (const auto& column : ColumnsOf(*section)) {
+            (section->*column.of).clear();
+            if (column.fit != nullptr) section->*column.fit = true;
+        }
     }
     EachOther(*section, [](const OtherField&, auto value) { ResetValue(value); });
 }
+
+inline void Reset(bool* flag) { *flag = false; }
+inline void Reset(std::optional<Resume>* image) { image->reset(); }
 
 // Columns that say how many tokens each row has.
 inline const Column& TokensOfRows(const Facts& facts) { return facts.appended; }

@@ -36,6 +36,7 @@ from kvplane.base.step import (
     StepResult,
     Watermark,
 )
+from kvplane.base.values import MAX_LOOKAHEAD
 from kvplane_core.face.contents import Content
 from kvplane_core.face.interface import Hit
 from kvplane_core.face.part_rows import (
@@ -54,7 +55,7 @@ from kvplane_core.face.reasons import NONE, Refusal
 from kvplane_core.spec.coordinator import Growth
 from kvplane_core.spec.replica import Replica
 from kvplane_core.spec.step_applier import StepApplier
-from kvplane_core.spec.validate import MAX_LOOKAHEAD, StepValidator
+from kvplane_core.spec.validate import StepValidator
 
 NO_SLOT = -1
 NO_END = End.NONE  # an enum's attribute costs more than a global

@@ -17,7 +17,7 @@ from typing import Protocol
 from kvplane.base.groups import MAX_TOKENS, CommitRule, ReplicaSpec
 from kvplane.base.hashing import MAX_TOKEN_ID, block_digest
 from kvplane.base.prefetch import NO_REQUEST, Prefetch
-from kvplane.base.retain import MAX_OWNER_CHARS, MAX_PRIORITY, MAX_RETAINED_NS, Retain
+from kvplane.base.retain import MAX_OWNER_CHARS, MAX_RETAINED_NS, Retain
 from kvplane.base.sections import BY_ROW
 from kvplane.base.step import (
     ALL_GROUPS,
@@ -34,18 +34,15 @@ from kvplane.base.step import (
     RowFlag,
     Run,
     Step,
-    Watermark,
 )
 from kvplane_core.face.interface import MAX_SLOTS
 from kvplane_core.face.reasons import NONE, Refusal
 from kvplane_core.face.setup import states_for_drafts
 from kvplane_core.spec.policies import are_hints
+from kvplane_core.spec.ranges import RANGES
 from kvplane_core.spec.requests import Requests
 
 MAX_COST_NS = 60_000_000_000  # of a token or a block
-
-
-MAX_WITHIN_NS = 3600 * 1_000_000_000
 
 
 class OrderedJobs(Protocol):
@@ -63,8 +60,6 @@ class OrderedJobs(Protocol):
         """Return the step that a load in flight waits for; 0 for other jobs."""
 
 
-MAX_LOOKAHEAD = 4096
-MAX_NS = (1 << 62) - 1  # of a time
 RESERVED_ALIGN = 1  # a bit of flags that is ignored
 RUN_FLAGS = RESERVED_ALIGN | int(RowFlag.DELAY_CACHING | RowFlag.FULL_FIT | RowFlag.UNALIGNED)
 ADMIT_FLAGS = RESERVED_ALIGN | int(sum(RowFlag) & ~RowFlag.LOAD)
@@ -150,15 +145,14 @@ class StepValidator:
             self._admit(part.admit)
         if part.peek != _EMPTY.peek:
             self._columns(part.peek, "peek")
-            self._range(part.peek.limit, 0, UNLIMITED, "peek.limit")
+            self._ranges(part.peek, "peek")
             self._live(part.peek.slot, "peek.slot")
         if part.prefetch != _EMPTY.prefetch:
             self._prefetch(part.prefetch)
         if part.retain != _EMPTY.retain:
             self._retain(part.retain)
         if part.budget != _EMPTY.budget:
-            for name in ("tokens", "input", "overhead"):
-                self._range([getattr(part.budget, name)], 0, UNLIMITED, f"budget.{name}")
+            self._ranges(part.budget, "budget")
 
     # -- sections ----------------------------------------------------------------------------------------------------
 
@@ -242,7 +236,7 @@ class StepValidator:
         evicted = set(cache.evicted)
         for row, block in enumerate(cache.mismatched):
             self._require(block in evicted, "keeps keys", "cache.mismatched", NONE, row)
-        self._range([cache.hits_checked], 0, UNLIMITED, "cache.hits_checked")
+        self._ranges(cache, "cache")
         for row, slot in enumerate(cache.released):
             known = self._known(slot, "cache.released", row)
             self._require(known.held or slot in self._requests.loading, "not held", "cache.released", row)
@@ -307,11 +301,7 @@ class StepValidator:
         if self._requests.loading:
             for row, slot in enumerate(run.slot):
                 self._load_has_started(slot, "run.slot", row)
-        self._range(run.extra, -MAX_TOKENS, MAX_TOKENS, "run.extra")
-        self._range(run.cap, 0, UNLIMITED, "run.cap")
-        self._range(run.lookahead, 0, MAX_LOOKAHEAD, "run.lookahead")
-        self._range(run.in_flight, -1, MAX_TOKENS, "run.in_flight")
-        self._range(run.reserved, 0, self._spec.num_blocks, "run.reserved")
+        self._ranges(run, "run")
         self._bits(run.flags, RUN_FLAGS, "run.flags")
         if run.extra and max(run.extra) > 0 and self._spec.commit is CommitRule.SAFE:
             self._drafts(run)
@@ -342,23 +332,14 @@ class StepValidator:
         self._columns(admit, "admit")
         self._live(admit.slot, "admit.slot")
         self._distinct(admit.slot, "admit.slot")
-        self._range(admit.extra, -MAX_TOKENS, MAX_TOKENS, "admit.extra")
-        for name in ("cap", "hit_limit", "min_new", "single_group_hit"):
-            self._range(getattr(admit, name), 0, UNLIMITED, f"admit.{name}")
-        self._range(admit.lookahead, 0, MAX_LOOKAHEAD, "admit.lookahead")
-        self._range(admit.external, 0, self._spec.max_model_len, "admit.external")
-        self._range(admit.encoder_tokens, 0, MAX_TOKENS, "admit.encoder_tokens")
-        self._range(admit.expected_hit, -1, self._spec.max_model_len, "admit.expected_hit")
-        self._range(admit.reserved, 0, self._spec.num_blocks, "admit.reserved")
+        self._ranges(admit, "admit")
         are_groups = not admit.skip_zero_groups or 0 <= min(admit.skip_zero_groups) <= max(admit.skip_zero_groups)
         are_groups = are_groups and max(admit.skip_zero_groups, default=0) <= ALL_GROUPS
         self._require(are_groups, "groups", "admit.skip_zero_groups")
-        self._range(admit.watermark, 0, int(max(Watermark)), "admit.watermark")
         self._bits(admit.flags, ADMIT_FLAGS | (RowFlag.LOAD if self._spec.tiers else 0), "admit.flags")
         for row, flags in enumerate(admit.flags):
             alone = not flags & (RowFlag.DELAY_CACHING | RowFlag.WHOLE) and not (admit.external and admit.external[row])
             self._require(alone or not flags & RowFlag.LOAD, "load", "admit.flags", row)
-        self._range([admit.max_running], 0, UNLIMITED, "admit.max_running")
         if self._num_parts > 1 and admit.external and admit.flags:
             rows = zip(admit.slot, admit.external, admit.flags, strict=True)
             late = [slot for slot, external, flags in rows if external and flags & RowFlag.DELAY_CACHING]
@@ -369,7 +350,7 @@ class StepValidator:
         self._columns(rows, "prefetch")
         self._digest_size(rows.hashes, rows.num_hashes, "prefetch")
         self._texts(rows.domain, "prefetch.domain")
-        self._range(rows.within_ns, 0, MAX_WITHIN_NS, "prefetch.within_ns")
+        self._ranges(rows, "prefetch")
         self._require(len(self._spec.tiers) > 1, "no second tier", "prefetch")
         counts = rows.num_hashes or [0] * len(rows.slot)
         for row, (slot, count) in enumerate(zip(rows.slot, counts, strict=True)):
@@ -383,10 +364,7 @@ class StepValidator:
         self._digest_size(rows.hashes, rows.num_hashes, "retain")
         self._texts(rows.domain, "retain.domain")
         self._texts(rows.owner, "retain.owner")
-        self._range(rows.priority, 0, MAX_PRIORITY, "retain.priority")
-        self._range(rows.percent, 0, 100, "retain.percent")
-        self._range(rows.now_ns, 0, MAX_NS, "retain.now_ns")
-        self._range(rows.until_ns, 0, MAX_NS, "retain.until_ns")
+        self._ranges(rows, "retain")
         self._require(len(rows.now_ns) < 2, "one time", "retain.now_ns")
         self._require(self._spec.blocks_per_state == 1 or not rows.num_hashes, "split pages", "retain")
         most = self._spec.max_model_len // self._spec.hash_block_size
@@ -459,6 +437,11 @@ class StepValidator:
             column = getattr(section, name)
             if column and len(column) != rows:
                 self._require(False, "count", f"{where}.{name}", NONE, rows)
+
+    def _ranges(self, section: object, where: str) -> None:
+        """Require that all values are in the ranges of the contract."""
+        for name, values, low, high in RANGES[where](section, self._spec):
+            self._range(values, low, high, f"{where}.{name}")
 
     def _range(self, column: Sequence[int], low: int, high: int, name: str) -> None:
         if column and not (low <= min(column) and max(column) <= high):

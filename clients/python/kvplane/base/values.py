@@ -13,6 +13,9 @@ UNLIMITED = 0xFFFFFFFF
 ALL_GROUPS = 0xFFFFFFFFFFFFFFFF  # a bit for each group
 ANY_HIT = -1
 UNCHANGED = -1
+MAX_LOOKAHEAD = 4096
+MAX_NS = (1 << 62) - 1  # of a time
+MAX_WITHIN_NS = 3600 * 1_000_000_000
 
 
 class End(IntEnum):

@@ -25,17 +25,17 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import descriptor_pb2 as google_dot_protobuf_dot_descriptor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvplane/v1/column.proto\x12\nkvplane.v1\x1a google/protobuf/descriptor.proto\"\xcc\x01\n\x06\x43olumn\x12$\n\x04type\x18\x01 \x01(\x0e\x32\x16.kvplane.v1.ColumnType\x12\x14\n\x07\x64\x65\x66\x61ult\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12$\n\x04rows\x18\x03 \x01(\x0e\x32\x16.kvplane.v1.ColumnRows\x12\r\n\x05table\x18\x04 \x01(\t\x12\x14\n\x07highest\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x13\n\x0bpacked_from\x18\x06 \x01(\r\x12\x0e\n\x06values\x18\x07 \x01(\tB\n\n\x08_defaultB\n\n\x08_highest*1\n\nColumnType\x12\x07\n\x03U32\x10\x00\x12\x07\n\x03I32\x10\x01\x12\x07\n\x03U64\x10\x02\x12\x08\n\x04\x42ITS\x10\x03*\x1f\n\nColumnRows\x12\x08\n\x04\x45\x41\x43H\x10\x00\x12\x07\n\x03\x41NY\x10\x01:F\n\x06\x63olumn\x12\x1d.google.protobuf.FieldOptions\x18\xc9\x8e\x03 \x01(\x0b\x32\x12.kvplane.v1.Column\x88\x01\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvplane/v1/column.proto\x12\nkvplane.v1\x1a google/protobuf/descriptor.proto\"\xdb\x01\n\x06\x43olumn\x12$\n\x04type\x18\x01 \x01(\x0e\x32\x16.kvplane.v1.ColumnType\x12\x14\n\x07\x64\x65\x66\x61ult\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12$\n\x04rows\x18\x03 \x01(\x0e\x32\x16.kvplane.v1.ColumnRows\x12\r\n\x05table\x18\x04 \x01(\t\x12\x14\n\x07highest\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x13\n\x0bpacked_from\x18\x06 \x01(\r\x12\x0e\n\x06values\x18\x07 \x01(\t\x12\r\n\x05range\x18\x08 \x01(\tB\n\n\x08_defaultB\n\n\x08_highest*1\n\nColumnType\x12\x07\n\x03U32\x10\x00\x12\x07\n\x03I32\x10\x01\x12\x07\n\x03U64\x10\x02\x12\x08\n\x04\x42ITS\x10\x03*\x1f\n\nColumnRows\x12\x08\n\x04\x45\x41\x43H\x10\x00\x12\x07\n\x03\x41NY\x10\x01:F\n\x06\x63olumn\x12\x1d.google.protobuf.FieldOptions\x18\xc9\x8e\x03 \x01(\x0b\x32\x12.kvplane.v1.Column\x88\x01\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvplane.v1.column_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_COLUMNTYPE']._serialized_start=280
-  _globals['_COLUMNTYPE']._serialized_end=329
-  _globals['_COLUMNROWS']._serialized_start=331
-  _globals['_COLUMNROWS']._serialized_end=362
+  _globals['_COLUMNTYPE']._serialized_start=295
+  _globals['_COLUMNTYPE']._serialized_end=344
+  _globals['_COLUMNROWS']._serialized_start=346
+  _globals['_COLUMNROWS']._serialized_end=377
   _globals['_COLUMN']._serialized_start=74
-  _globals['_COLUMN']._serialized_end=278
+  _globals['_COLUMN']._serialized_end=293
 # @@protoc_insertion_point(module_scope)

@@ -27,7 +27,7 @@ COLUMN_FIELD_NUMBER: _ClassVar[int]
 column: _descriptor.FieldDescriptor
 
 class Column(_message.Message):
-    __slots__ = ("type", "default", "rows", "table", "highest", "packed_from", "values")
+    __slots__ = ("type", "default", "rows", "table", "highest", "packed_from", "values", "range")
     TYPE_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,7 @@ class Column(_message.Message):
     HIGHEST_FIELD_NUMBER: _ClassVar[int]
     PACKED_FROM_FIELD_NUMBER: _ClassVar[int]
     VALUES_FIELD_NUMBER: _ClassVar[int]
+    RANGE_FIELD_NUMBER: _ClassVar[int]
     type: ColumnType
     default: int
     rows: ColumnRows
@@ -42,4 +43,5 @@ class Column(_message.Message):
     highest: int
     packed_from: int
     values: str
-    def __init__(self, type: _Optional[_Union[ColumnType, str]] = ..., default: _Optional[int] = ..., rows: _Optional[_Union[ColumnRows, str]] = ..., table: _Optional[str] = ..., highest: _Optional[int] = ..., packed_from: _Optional[int] = ..., values: _Optional[str] = ...) -> None: ...
+    range: str
+    def __init__(self, type: _Optional[_Union[ColumnType, str]] = ..., default: _Optional[int] = ..., rows: _Optional[_Union[ColumnRows, str]] = ..., table: _Optional[str] = ..., highest: _Optional[int] = ..., packed_from: _Optional[int] = ..., values: _Optional[str] = ..., range: _Optional[str] = ...) -> None: ...

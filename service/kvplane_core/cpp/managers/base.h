@@ -1,6 +1,7 @@
 // The base class of group managers: block tables, allocation, registration.
 #pragma once
 
+#include "../orders.h"
 #include "../requests.h"
 #include "../setup.h"
 #include "../tiers/tiers.h"
