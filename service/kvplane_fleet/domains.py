@@ -21,6 +21,8 @@ from kvplane_fleet.wire.events import KEY_BYTES, Evidence
 PROOFS_NEEDED = 2
 MOST_TRIES = 256  # store events that fit no scheme, until none is looked for any more
 MOST_BLOCKS = 4  # of a prompt that are hashed for a proof
+MOST_BLOCK_SIZE = 1 << 16  # of blocks of which a proof is made
+MOST_EFFORT = 1 << 14  # of one store event: hash blocks, and 64 tokens count as one; some 30 ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,8 @@ class DomainProof:
         self.domain: Domain | None = None
         self.proofs = self.tries = 0
         self._candidate: Domain | None = None
+        self._left: Iterator[Domain] = iter(())  # domains that are not compared yet
+        self._form = (0, 0, 0)  # of the blocks that they are for
 
     @property
     def wants_tokens(self) -> bool:
@@ -100,7 +104,7 @@ class DomainProof:
         """Compare the keys of stored blocks with their tokens. Blocks that do not begin a prompt, or have other content
         than tokens, prove nothing.
         """
-        whole = block_size > 0 and len(evidence.tokens) == len(keys) * block_size
+        whole = 0 < block_size <= MOST_BLOCK_SIZE and len(evidence.tokens) == len(keys) * block_size
         if not self.wants_tokens or not keys or not whole or evidence.parent is not None or not evidence.plain:
             return
         ahead = evidence.lookahead
@@ -108,12 +112,29 @@ class DomainProof:
             return
         count = min(len(keys), MOST_BLOCKS)
         tokens = [*evidence.tokens[: count * block_size], *(ahead[count - 1] if ahead else ())]
-        for domain in self._candidates(block_size, len(ahead[0]) if ahead else 0, evidence.key_bytes):
+        for domain in self._next((block_size, len(ahead[0]) if ahead else 0, evidence.key_bytes)):
             step = block_size // domain.block_size
             if domain.keys(tokens)[step - 1 :: step][:count] == list(keys[:count]):
                 self._found(domain, count)
                 return
         self.tries += 1
+
+    def _next(self, form: tuple[int, int, int]) -> Iterator[Domain]:
+        """Yield the candidate, then as many other domains as one event may cost; the next event continues with the
+        others. `form`: block size, lookahead and bytes of a key.
+        """
+        if self._candidate is not None and form[0] % self._candidate.block_size == 0:
+            yield self._candidate
+        effort, begun = 0, False
+        while effort < MOST_EFFORT:
+            domain = next(self._left, None) if form == self._form else None
+            if domain is None:
+                if begun:
+                    return
+                self._left, self._form, begun = self._candidates(*form), form, True
+                continue
+            effort += MOST_BLOCKS * (form[0] // domain.block_size + form[0] // 64 + 1)
+            yield domain
 
     def _found(self, domain: Domain, count: int) -> None:
         if domain != self._candidate:
@@ -123,10 +144,7 @@ class DomainProof:
             self.domain = domain
 
     def _candidates(self, block_size: int, lookahead: int, key_bytes: int) -> Iterator[Domain]:
-        if self._candidate is not None and block_size % self._candidate.block_size == 0:
-            yield self._candidate
-        sizes = [size for size in range(block_size, 0, -1) if block_size % size == 0]
-        for size in sizes:
+        for size in [size for size in range(block_size, 0, -1) if block_size % size == 0]:
             for algorithm in self._algorithms:
                 domain = Domain(algorithm, self._seed, size, lookahead, key_bytes)
                 try:

@@ -20,6 +20,7 @@ class Fault(Enum):
     NOT_MSGPACK = "not_msgpack"
     BATCH_INVALID = "batch_invalid"
     EVENTS_INVALID = "events_invalid"
+    TOO_MANY_EVENTS = "too_many_events"
     TIME_INVALID = "time_invalid"
     EVENT_UNKNOWN = "event_unknown"
     EVENT_UNTYPED = "event_untyped"
@@ -52,6 +53,7 @@ class Fault(Enum):
     REPLAY_TOO_LONG = "replay_too_long"
     REPLAY_TIMEOUT = "replay_timeout"
     TOPIC_FOREIGN = "topic_foreign"
+    COSTS_TOO_MUCH = "costs_too_much"
 
 
 class Faults:

@@ -60,6 +60,8 @@ class Followed:
     @property
     def state(self) -> str:
         """What is known of the engine, in a word or two."""
+        if isinstance(self.source, ZmqSource) and self.source.is_given_up:
+            return "given up"
         if not self.source.is_connected:
             return "not connected"
         if self.place.withdrawn:

@@ -31,7 +31,7 @@ from kvplane_fleet.wire.events import (
 from kvplane_fleet.wire.msgpack import BatchDecoder
 
 Watcher = Callable[[str, Event], None]  # takes the place's name and what was applied
-MAX_ENTRIES = 1 << 24  # of a place
+MAX_ENTRIES = 1 << 22  # of a place: at 60 bytes each, 250 MB
 _WINDOWS = (GroupKind.SLIDING_WINDOW, GroupKind.SLIDING_WINDOW_MLA)
 _MAX_MODEL_LEN = 1 << 20
 _UNCACHED = frozenset(("encoder_only_attention", "cross_attention"))

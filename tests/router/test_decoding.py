@@ -108,7 +108,6 @@ LOST_STORES = [
     (stored(medium=""), Fault.MEDIUM_UNKNOWN),
     (stored(medium="DISK7"), Fault.MEDIUM_UNKNOWN),
     (stored(medium=7), Fault.MEDIUM_UNKNOWN),
-    (stored(lookahead_token_ids=5), Fault.EVENT_INVALID),
     ({"type": "BlockMoved", "block_hashes": [1]}, Fault.EVENT_UNKNOWN),
     (["BlockMoved"], Fault.EVENT_UNKNOWN),
     ({"block_hashes": [1]}, Fault.EVENT_UNTYPED),
@@ -123,6 +122,13 @@ def test_a_bad_event_is_counted_and_the_others_of_its_batch_are_kept(event, faul
     batch, counts = decode(encode([1.0, [event, *GOOD_WIRE], 0]))
     assert batch.events == GOOD
     assert counts == {fault: 1}
+
+
+@pytest.mark.parametrize("fields", [{"lookahead_token_ids": 5}, {"token_ids": [-1] * 32}], ids=str)
+def test_content_that_cannot_be_read_proves_nothing_and_its_blocks_are_kept(fields):
+    batch, counts = decode(encode([1.0, [stored(**fields)], 0]))
+    assert [(one.keys, one.evidence) for one in batch.events] == [([11, 12], None)]
+    assert counts == {Fault.TOKENS_INVALID: 1}
 
 
 @pytest.mark.parametrize("fields", [{"block_hashes": ["x"]}, {"block_hashes": [b"7"]}, {"group_idx": 64}], ids=str)

@@ -22,7 +22,7 @@ from typing import Protocol
 from kvplane_fleet.faults import Fault, Faults
 from kvplane_fleet.wire.frames import Frame
 
-MAX_QUEUE_BYTES = 256 << 20
+MAX_QUEUE_BYTES = 64 << 20
 MAX_REPLAY_BYTES = 2 << 30
 REMEMBERED = 1 << 13  # frames whose digests are kept
 
@@ -83,6 +83,10 @@ class SourceOrder:
             self._request()
         elif self.last is not None:
             self._restart()
+
+    def given_up(self) -> None:
+        """The source is not followed for now: forget the engine, and begin again with what is connected next."""
+        self._restart()
 
     def check(self) -> None:
         """Ask whether frames were lost since the last one, or the engine was restarted; called after a silence."""

@@ -4,15 +4,20 @@ Everything runs on one event loop. Names are resolved here and not by ZeroMQ, wh
 sockets while one name is not answered; a name of an engine that is not connected is asked for again. A lost connection
 is found by ZeroMQ's heartbeats, a lost last frame and an engine that was restarted behind a proxy by a check after a
 silence.
+
+An engine may be hostile, and all share one process. What waits of its messages is bounded, it gets half of the event
+loop at most, and one that costs more than CPU_SHARE of a core for long is given up by name: disconnected, its entries
+forgotten, and connected again after GIVEN_UP_S.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
+import logging
 import socket as socket_module
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 
@@ -20,17 +25,43 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from kvplane_fleet.faults import Faults
+from kvplane_fleet.faults import Fault, Faults
 from kvplane_fleet.follow.order import SourceOrder
 from kvplane_fleet.wire.frames import is_replay_end, parse_live, parse_replay, replay_request
+from kvplane_fleet.wire.msgpack import MAX_PAYLOAD_BYTES
 
-RECEIVE_QUEUE = 100_000
-MAX_MESSAGE_BYTES = 256 << 20
+RECEIVE_QUEUE = 8  # messages that wait, of MAX_MESSAGE_BYTES each: more wait at the engine, or are lost and replayed
+MAX_MESSAGE_BYTES = MAX_PAYLOAD_BYTES
+CPU_SHARE, CPU_BURST_S = 0.25, 20.0  # of a core that a place may cost; at once, as a long replay does
+BYTE_S = 1e-9  # of ZeroMQ's thread, for each byte
+GIVEN_UP_S = 60.0
 HEARTBEAT_MS, DEAD_AFTER_MS = 1000, 5000
 RECONNECT_MS, MAX_RECONNECT_MS = 50, 1000
 FRAMES_PER_TURN = 64
 TURN_S = 0.02
 RESOLVE_S, ASK_AGAIN_S = 5.0, 1.0
+
+
+_log = logging.getLogger(__name__)
+
+
+class CostsTooMuchError(Exception):
+    """The engine has used up what it may cost."""
+
+
+class Allowance:
+    """The CPU time that a place may still cost."""
+
+    def __init__(self) -> None:
+        self.left_s, self._filled_s = CPU_BURST_S, time.monotonic()
+
+    def spend(self, spent_s: float) -> None:
+        """Count CPU time. Raises CostsTooMuchError if there is none left."""
+        now_s = time.monotonic()
+        self.left_s = min(self.left_s + CPU_SHARE * (now_s - self._filled_s), CPU_BURST_S) - spent_s
+        self._filled_s = now_s
+        if self.left_s < 0:
+            raise CostsTooMuchError
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +82,7 @@ class ZmqSource:
 
     Attributes:
         is_connected: whether the publisher's connection is up.
+        is_given_up: whether it costs too much, and is not followed for now.
         resolve: returns an address with numbers instead of a name.
     """
 
@@ -59,13 +91,27 @@ class ZmqSource:
         self._events, self._replay = addresses
         self._topic = topic.encode()
         self._order, self._faults = order, faults
-        self.timing, self.resolve = Timing(), resolved
-        self.is_connected = False
+        self.timing, self.resolve, self.given_up_s = Timing(), resolved, GIVEN_UP_S
+        self.is_connected = self.is_given_up = False
+        self._allowance = Allowance()
         self._changed = asyncio.Event()  # a replay is wanted, or one ended
         self._frames, self._spent_s = 0, 0.0
 
     async def run(self, context: zmq.asyncio.Context) -> None:
         """Follow the publisher. Raises only what a wrong address raises (zmq.ZMQError)."""
+        while True:
+            try:
+                await self._follow(context)
+            except* CostsTooMuchError:
+                self._faults.count(Fault.COSTS_TOO_MUCH)
+                _log.warning("%s costs more than %g of a core and is given up for %g s", self._events, CPU_SHARE,
+                             self.given_up_s)  # fmt: skip
+            self.is_given_up = True
+            self._order.given_up()
+            await asyncio.sleep(self.given_up_s)
+            self.is_given_up = False
+
+    async def _follow(self, context: zmq.asyncio.Context) -> None:
         subscriber = context.socket(zmq.SUB)
         with closing(subscriber):
             _prepare(subscriber)
@@ -124,7 +170,7 @@ class ZmqSource:
     async def _receive(self, subscriber: zmq.asyncio.Socket) -> None:
         while True:
             parts = await subscriber.recv_multipart()
-            with self._measured():
+            with self._measured(parts):
                 frame = parse_live(parts, self._faults)
                 if frame is not None:
                     self._order.live(frame)
@@ -176,7 +222,7 @@ class ZmqSource:
             if is_replay_end(parts):
                 self._order.replay_ended()
                 return
-            with self._measured():
+            with self._measured(parts):
                 frame = parse_replay(parts, self._topic, self._faults)
                 if frame is not None:
                     self._order.replayed(frame)
@@ -184,10 +230,13 @@ class ZmqSource:
             await self._pause(taken)
 
     @contextmanager
-    def _measured(self) -> Iterator[None]:
-        began_s = time.perf_counter()
+    def _measured(self, parts: Sequence[bytes] = ()) -> Iterator[None]:
+        """Count what a message costs. Raises CostsTooMuchError."""
+        began_s = time.thread_time()
         yield
-        self._spent_s += time.perf_counter() - began_s
+        spent_s = time.thread_time() - began_s
+        self._spent_s += spent_s
+        self._allowance.spend(spent_s + BYTE_S * sum(map(len, parts)))
 
     async def _pause(self, taken: int) -> None:
         """Leave the event loop to others: an engine that publishes without end gets half of it at most."""

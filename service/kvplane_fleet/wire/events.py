@@ -9,7 +9,8 @@ from enum import Enum
 KEY_BYTES, WHOLE_KEY_BYTES = 8, 16  # of a key, where an engine states 64 bits of its hashes, or all
 KEY_MASK = (1 << 64) - 1
 MAX_HASHES = 1 << 17  # of one event: a prompt of two million tokens in blocks of 16
-MAX_HASHES_OF_BATCH = 1 << 20
+MAX_HASHES_OF_BATCH = 1 << 19
+MAX_EVENTS = 1 << 16  # of one batch; vLLM states each evicted block in an event of its own
 MAX_GROUP = 63
 MAX_BLOCK_SIZE = 1 << 20
 MAX_WINDOW = 1 << 30

@@ -3,13 +3,16 @@
     [time, [event, ...], data parallel rank]
 
 A well-formed batch is decoded in one call. Any other is decoded event by event, so that one bad event costs only
-itself. Tokens are 5 of every 6 bytes of a batch and are skipped unparsed, unless they are asked for.
+itself, up to MOST_BAD of them. Tokens are 5 of every 6 bytes of a batch and are skipped unparsed, unless they are asked
+for.
+
+An engine may be hostile: what a payload can cost is bounded by its length and by limits here, and nothing whose form is
+open (`Raw`) becomes objects unless it is short. The number of events is read from the payload's head, before any is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
@@ -18,6 +21,7 @@ from kvplane_fleet.wire.events import (
     KEY_BYTES,
     KEY_MASK,
     MAX_BLOCK_SIZE,
+    MAX_EVENTS,
     MAX_GROUP,
     MAX_HASHES,
     MAX_HASHES_OF_BATCH,
@@ -34,8 +38,16 @@ from kvplane_fleet.wire.events import (
     Tier,
 )
 
-MAX_PAYLOAD_BYTES = 32 << 20
+MAX_PAYLOAD_BYTES = 16 << 20
+MOST_BAD = 1024  # events of a batch that cannot be read; one of more is no batch
+MOST_CLEARED = 64  # events of a batch that clear the place
+MOST_EVIDENCE = 16  # events of a batch whose tokens are decoded
+MOST_TOKENS = 1 << 17  # of an event whose tokens are decoded
+MOST_OPEN_BYTES = 64 << 10  # of a value whose form is open, that becomes objects
 DIGEST_BYTES = (16, 32)  # of the algorithms that engines use; the key is the end of the digest
+
+
+_NIL = msgspec.Raw(b"\xc0")
 
 
 class _StoredMap(msgspec.Struct, tag_field="type", tag="BlockStored", gc=False):
@@ -43,12 +55,12 @@ class _StoredMap(msgspec.Struct, tag_field="type", tag="BlockStored", gc=False):
     parent_block_hash: int | bytes | None = None
     block_size: int = 0
     medium: str | None = None
-    lora_name: Any = None
-    extra_keys: list[Any] | None = None
+    lora_name: msgspec.Raw = _NIL
+    extra_keys: msgspec.Raw = _NIL
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
-    lookahead_token_ids: list[list[int]] | None = None
+    lookahead_token_ids: msgspec.Raw = _NIL
     token_ids: msgspec.Raw = msgspec.Raw(b"\x90")
 
 
@@ -67,17 +79,17 @@ class _StoredArray(msgspec.Struct, array_like=True, tag="BlockStored", gc=False)
     parent_block_hash: int | bytes | None
     token_ids: msgspec.Raw
     block_size: int
-    lora_id: Any = None
+    lora_id: msgspec.Raw = _NIL
     medium: str | None = None
-    lora_name: Any = None  # SGLang: a map of metadata
-    extra_keys: list[Any] | None = None
+    lora_name: msgspec.Raw = _NIL  # SGLang: a map of metadata
+    extra_keys: msgspec.Raw = _NIL
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
-    locality: Any = None
-    ownership: Any = None
-    session_id: Any = None
-    lookahead_token_ids: list[list[int]] | None = None
+    locality: msgspec.Raw = _NIL
+    ownership: msgspec.Raw = _NIL
+    session_id: msgspec.Raw = _NIL
+    lookahead_token_ids: msgspec.Raw = _NIL
 
 
 class _RemovedArray(msgspec.Struct, array_like=True, tag="BlockRemoved", gc=False):
@@ -110,7 +122,9 @@ class _BatchOfArrays(msgspec.Struct, array_like=True, gc=False):
 _BATCHES = (msgspec.msgpack.Decoder(_BatchOfMaps), msgspec.msgpack.Decoder(_BatchOfArrays))
 _MAP, _ARRAY = msgspec.msgpack.Decoder(_Maps), msgspec.msgpack.Decoder(_Arrays)
 _RAWS = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_SKIPPED = msgspec.msgpack.Decoder(msgspec.Raw)
 _ANY = msgspec.msgpack.Decoder()
+_AHEAD = msgspec.msgpack.Decoder(list[list[int]] | None)
 _TOKENS = msgspec.msgpack.Decoder(list[int])
 _ERRORS = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 _KINDS = frozenset(
@@ -128,12 +142,17 @@ class BatchDecoder:
         self._faults = faults
         self._form = 0  # of the last batch: maps or arrays
         self.want_tokens = True
+        self._evidence_left = 0  # events of this batch whose tokens are decoded
 
     def decode(self, payload: bytes) -> Batch | None:
         """Return the batch; None, and a fault is counted, if the payload is no batch. Never raises."""
         if len(payload) > MAX_PAYLOAD_BYTES:
             self._faults.count(Fault.PAYLOAD_TOO_LARGE)
             return None
+        if _num_events(payload) > MAX_EVENTS:
+            self._faults.count(Fault.TOO_MANY_EVENTS)
+            return None
+        self._evidence_left = MOST_EVIDENCE if self.want_tokens else 0
         for form in (self._form, 1 - self._form):
             try:
                 batch = _BATCHES[form].decode(payload)
@@ -143,22 +162,23 @@ class BatchDecoder:
             if _num_hashes(batch.events) > MAX_HASHES_OF_BATCH:
                 self._faults.count(Fault.TOO_MANY_HASHES)
                 return None
-            events = [self._checked(event) for event in batch.events]
-            return Batch(batch.time, [event for event in events if event is not None], self._rank(batch.rank))
+            return self._batch(batch.time, [self._checked(event) for event in batch.events], batch.rank)
         return self._decode_each(payload)
 
     def _decode_each(self, payload: bytes) -> Batch | None:
         """Decode a batch of which some part is wrong, and count which."""
         try:
-            parts: Sequence[msgspec.Raw] = _RAWS.decode(payload)
+            parts: Sequence[msgspec.Raw] = _RAWS.decode(payload) if payload[:1] in _FEW else ()
         except _ERRORS:
+            parts = ()
+        if not parts:
             readable = _readable(payload)
             self._faults.count(Fault.BATCH_INVALID if readable else Fault.NOT_MSGPACK)
             return None
         if len(parts) < 2:
             self._faults.count(Fault.BATCH_INVALID)
             return None
-        time_s, rank = _value(parts[0]), _value(parts[2]) if len(parts) > 2 else None
+        time_s, rank = (_value(_short(one)) for one in (parts[0], parts[2] if len(parts) > 2 else _NIL))
         if isinstance(time_s, bool) or not isinstance(time_s, int | float):
             self._faults.count(Fault.TIME_INVALID)
             time_s = 0.0
@@ -167,8 +187,26 @@ class BatchDecoder:
         except _ERRORS:
             self._faults.count(Fault.EVENTS_INVALID)
             return None
-        events = [self._decode_one(raw) for raw in raws]
-        return Batch(float(time_s), [event for event in events if event is not None], self._rank(rank))
+        if len(raws) > MAX_EVENTS:
+            self._faults.count(Fault.TOO_MANY_EVENTS)
+            return None
+        before, events = self._faults.counts.total(), list[Event | None]()
+        for raw in raws:
+            events.append(self._decode_one(raw))
+            if self._faults.counts.total() - before > MOST_BAD:
+                self._faults.count(Fault.EVENTS_INVALID)
+                return None
+        return self._batch(float(time_s), events, rank)
+
+    def _batch(self, time_s: float, events: Sequence[Event | None], rank: object) -> Batch | None:
+        """Return the batch of the events that could be read. A batch that clears too often is one that cannot be read,
+        which clears once.
+        """
+        found = [event for event in events if event is not None]
+        if sum(isinstance(event, Cleared) for event in found) > MOST_CLEARED:
+            self._faults.count(Fault.TOO_MANY_EVENTS)
+            return None
+        return Batch(time_s, found, self._rank(rank))
 
     def _decode_one(self, raw: msgspec.Raw) -> Event | None:
         for decoder in (_MAP, _ARRAY):
@@ -176,6 +214,9 @@ class BatchDecoder:
                 return self._checked(decoder.decode(raw))
             except _ERRORS:
                 continue
+        if len(memoryview(raw)) > MOST_OPEN_BYTES:
+            self._faults.count(Fault.EVENT_INVALID)
+            return Cleared()  # it may be a removal
         value = _value(raw)
         if isinstance(value, dict):
             name = value.get("type")
@@ -249,10 +290,13 @@ class BatchDecoder:
 
     def _evidence(self, event: _AnyStored) -> Evidence | None:
         """Return the content of the blocks, where it is wanted and readable."""
-        if not self.want_tokens or not event.block_hashes:
+        if self._evidence_left < 1 or not event.block_hashes:
             return None
+        self._evidence_left -= 1
+        if _length(event.token_ids, 0) > MOST_TOKENS:
+            return None  # an event with fewer will prove it
         try:
-            tokens = _TOKENS.decode(event.token_ids)
+            tokens, ahead = _TOKENS.decode(event.token_ids), _AHEAD.decode(_short(event.lookahead_token_ids))
         except _ERRORS:
             self._faults.count(Fault.TOKENS_INVALID)
             return None
@@ -265,8 +309,9 @@ class BatchDecoder:
             if keys is None:
                 return None
             parent = keys[0]
-        plain = not event.lora_name and not any(event.extra_keys or ())
-        return Evidence(tokens, parent, plain, event.lookahead_token_ids or (), _key_bytes(event.block_hashes))
+        extra = _value(_short(event.extra_keys))
+        plain = not _value(_short(event.lora_name)) and (extra is None or (isinstance(extra, list) and not any(extra)))
+        return Evidence(tokens, parent, plain, ahead or (), _key_bytes(event.block_hashes))
 
     def _rank(self, rank: object) -> int | None:
         if rank is None or (isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < 1 << 16):
@@ -285,10 +330,46 @@ def _key_bytes(hashes: Sequence[int | bytes]) -> int:
 
 def _readable(payload: bytes) -> bool:
     try:
-        _ANY.decode(payload)
+        _SKIPPED.decode(payload)
     except _ERRORS:
         return False
     return True
+
+
+_TIMES = {0xCB: 10, 0xCA: 6}  # by the type of a batch's time, where its events begin
+
+
+def _num_events(payload: bytes) -> int:
+    """Return how many events a batch states, from its head; 0 if it is no batch."""
+    at = _TIMES.get(payload[1]) if len(payload) > 1 else None
+    if at is not None:
+        return _length(payload, at)
+    try:
+        parts: Sequence[msgspec.Raw] = _RAWS.decode(payload) if payload[:1] in _FEW else ()
+    except _ERRORS:
+        return 0
+    return _length(parts[1], 0) if len(parts) > 1 else 0
+
+
+_FEW = [bytes([0x90 | length]) for length in range(2, 16)]  # heads of the arrays that a batch may be
+
+
+def _length(packed: bytes | msgspec.Raw, at: int) -> int:
+    """Return the length that the head of an array states; 0 if it is none."""
+    head = bytes(memoryview(packed)[at : at + 5])
+    if not head:
+        return 0
+    if head[0] in (0xDC, 0xDD):
+        return int.from_bytes(head[1 : 3 if head[0] == 0xDC else 5], "big")
+    return head[0] & 0xF if head[0] & 0xF0 == 0x90 else 0
+
+
+_LONG = msgspec.Raw(b"\x91\xc3")  # a list that is not empty, and no list of lists
+
+
+def _short(raw: msgspec.Raw) -> msgspec.Raw:
+    """Return a value whose form is open, or another one in its place if it is long."""
+    return raw if len(memoryview(raw)) <= MOST_OPEN_BYTES else _LONG
 
 
 def _value(raw: msgspec.Raw) -> object:

@@ -1,0 +1,169 @@
+"""What a payload of a hostile engine costs, per byte of it."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import time
+import tracemalloc
+
+import msgspec
+import pytest
+import zmq.asyncio
+
+from kvplane.base.groups import HashAlgorithm
+from kvplane_fleet.domains import Domain, DomainProof
+from kvplane_fleet.faults import Fault
+from kvplane_fleet.fleet import Fleet
+from kvplane_fleet.follow import zmq_source
+from kvplane_fleet.follow.zmq_source import ZmqSource
+from kvplane_fleet.index import Index
+from kvplane_fleet.native import make_index
+from kvplane_fleet.places import Place
+from kvplane_fleet.publish import Publisher
+from kvplane_fleet.settings import PlaceSettings
+from kvplane_fleet.wire.events import Evidence
+from kvplane_fleet.wire.msgpack import MAX_PAYLOAD_BYTES
+from tests.router.engine import batches
+from tests.store.servers import free_port
+
+WITHIN_S = 30
+encode = msgspec.msgpack.encode
+SIZE = MAX_PAYLOAD_BYTES - 4096
+MOST_S = 1.0  # of CPU for one payload; a good one of this size takes about 0.3
+MOST_MEMORY = 12  # bytes of memory for each of the payload
+FIXED_MEMORY = 16 << 20  # of the most events, whatever their length
+TIME = b"\xcb" + struct.pack(">d", 1.0)
+
+
+def array(number):
+    return b"\xdd" + struct.pack(">I", number)
+
+
+def batch(number, events):
+    return b"\x93" + TIME + array(number) + events + b"\x00"
+
+
+def many(one, size=SIZE):
+    return batch(size // len(one), one * (size // len(one)))
+
+
+def with_field(name, value, **fields):
+    """A batch of one stored block, of which one field is given packed."""
+    event = {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "block_size": 16, "medium": "GPU",
+             "group_idx": 0, "token_ids": [], **fields}  # fmt: skip
+    event.pop(name, None)
+    head = encode(event)
+    return batch(1, bytes([head[0] + 1]) + head[1:] + encode(name) + value)
+
+
+def of_blocks(size, count=4):
+    hashes = [size * 10 + at for at in range(count)]
+    number = size * count
+    return with_field("token_ids", array(number) + b"\x01" * number, block_size=size, block_hashes=hashes)
+
+
+NOTHING = array(SIZE - 300) + b"\x90" * (SIZE - 300)
+PAYLOADS = {
+    "events that are none": many(b"\x90"),
+    "as many as are read": batch(1 << 16, b"\x90" * (1 << 16)),
+    "maps that are none": batch(1 << 16, (b"\x81\xa1x\xda\x00\xf0" + b"y" * 240) * (1 << 16)),
+    "clears": many(encode({"type": "AllBlocksCleared"})),
+    "clears of few bytes": batch(1 << 16, b"\x91\xb0AllBlocksCleared" * (1 << 16)),
+    "stores and clears": batch(
+        1 << 15,
+        (encode({"type": "AllBlocksCleared"}) + encode({"type": "BlockRemoved", "block_hashes": [1]})) * (1 << 14),
+    ),
+    "hashes": with_field("block_hashes", NOTHING.replace(b"\x90", b"\x01")),
+    "hashes that are lists": with_field("block_hashes", NOTHING),
+    "tokens": with_field("token_ids", NOTHING.replace(b"\x90", b"\x01")),
+    "tokens that are lists": with_field("token_ids", NOTHING),
+    "extra keys": with_field("extra_keys", NOTHING),
+    "lookahead": with_field("lookahead_token_ids", NOTHING),
+    "a name": with_field("lora_name", NOTHING),
+    "an unknown field": with_field("of_a_later_version", NOTHING),
+    "one event of lists": batch(1, NOTHING),
+    "no batch": NOTHING,
+    "a batch that is a map": b"\xdf" + struct.pack(">I", 1 << 20) + b"\x01\x90" * (1 << 20),
+    "a time of lists": b"\x93" + NOTHING + b"\x90\x00",
+    "deep": b"\x93" + TIME + b"\x91" * (SIZE - 20),
+    "stated longer than it is": batch(1 << 31, b"\x90"),
+    "blocks with 240 divisors": of_blocks(720720),
+    "blocks with 72 divisors": of_blocks(10080),
+    "blocks of two million": of_blocks(1 << 20),
+    "proofs": batch(1 << 10, of_blocks(5040, 1)[15:-1] * (1 << 10))[:SIZE],
+}
+
+
+@pytest.fixture(params=[make_index, Index], ids=["selected", "python"])
+def place(request):
+    return Place(PlaceSettings("hostile", events="inproc://x"), request.param())
+
+
+@pytest.mark.parametrize("name", PAYLOADS)
+def test_a_payload_costs_no_more_than_its_length_allows(name, place):
+    payload = PAYLOADS[name]
+    assert len(payload) <= MAX_PAYLOAD_BYTES
+    began_s = time.process_time()
+    place.apply(payload)
+    assert time.process_time() - began_s < MOST_S
+    tracemalloc.start()
+    place.apply(payload[:-1] + b"\x01")
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < MOST_MEMORY * len(payload) + FIXED_MEMORY
+
+
+def test_blocks_with_many_divisors_are_proven_by_several_events():
+    """The last domain that is compared is found too: the next event continues where the last one ended."""
+    algorithms = (HashAlgorithm.SHA256, HashAlgorithm.SHA256_CBOR)
+    truth = Domain(algorithms[-1], "", 1)
+    proof, size, events = DomainProof(algorithms, ""), 2520, 0
+    tokens = list(range(size))
+    while proof.domain is None and events < 100:
+        proof.observe([truth.keys(tokens)[-1]], size, Evidence(tokens, None, plain=True))
+        events += 1
+    assert proof.domain == truth
+    assert events > 2
+
+
+async def test_a_place_that_costs_too_much_is_given_up_by_name_and_others_are_not(monkeypatch, caplog):
+    monkeypatch.setattr(zmq_source, "CPU_BURST_S", 0.2)
+    monkeypatch.setattr(zmq_source, "CPU_SHARE", 0.01)
+    addresses = {name: (f"tcp://127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{free_port()}") for name in ("bad", "good")}
+    fleet, context, sources = Fleet(), zmq.asyncio.Context(), dict[str, ZmqSource]()
+    with Publisher(context, *addresses["bad"]) as bad, Publisher(context, *addresses["good"]) as good:
+        tasks = [asyncio.create_task(one.serve_replays()) for one in (bad, good)]
+        for name, (events, replay) in addresses.items():
+            source = fleet.add(PlaceSettings(name, events=events, replay=replay, model="m")).source
+            assert isinstance(source, ZmqSource)
+            source.given_up_s = 0.5
+            sources[name] = source
+        tasks += [asyncio.create_task(fleet.follow(name, context)) for name in addresses]
+        await asyncio.wait_for(fleet.wait_until_current(), WITHIN_S)
+        await good.publish(1.0, next(batches(1)))
+        payload = PAYLOADS["as many as are read"]
+
+        async def flood():
+            for sequence in range(10**6):
+                await bad._pub.send_multipart([b"", sequence.to_bytes(8, "big"), payload])
+                await asyncio.sleep(0.01)
+
+        tasks.append(flooding := asyncio.create_task(flood()))
+        async with asyncio.timeout(WITHIN_S):
+            while fleet.followed["bad"].state != "given up":  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            assert fleet.followed["bad"].place.faults.counts[Fault.COSTS_TOO_MUCH] == 1
+            assert addresses["bad"][0] in caplog.text
+            assert "given up" in caplog.text
+            assert fleet.followed["good"].state == "current"
+            assert fleet.followed["good"].place.entries
+            flooding.cancel()
+            monkeypatch.setattr(zmq_source, "CPU_BURST_S", 20.0)
+            sources["bad"]._allowance.left_s = 20.0
+            while fleet.followed["bad"].state != "current":  # noqa: ASYNC110  # it is followed again
+                await asyncio.sleep(0.01)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    context.destroy(linger=0)
