@@ -48,7 +48,8 @@ def build(*args: Any, **options: Any) -> InProcessManager:
     """Return kvplane's manager; with KVPLANE_MIRROR, one whose steps a service follows."""
     if not ADDRESS:
         return InProcessManager(*args, **options)
-    from kvplane_vllm.mirror import Target, mirroring
+    from kvplane_vllm.mirror import mirroring
+    from kvplane_vllm.target import Target
 
     name = f"own/{os.getpid()}/{len(USED)}/{len(MIRRORS)}"
     MIRRORS.append(mirroring(Target(ADDRESS, name))(*args, **options))

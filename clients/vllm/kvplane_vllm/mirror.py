@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import grpc
@@ -36,6 +35,7 @@ from kvplane_core.face.loader import new_in_process
 from kvplane_vllm.engine_lock import EngineLock
 from kvplane_vllm.manager import InProcessManager
 from kvplane_vllm.pages import PagesOfWorker
+from kvplane_vllm.target import Target
 
 if TYPE_CHECKING:
     from kvplane_core.face.native import NativeReplica
@@ -44,14 +44,6 @@ if TYPE_CHECKING:
 EPOCH_TIMEOUT_S = 2.0
 
 logger = logging.getLogger("vllm.kvplane")  # with the handlers of vLLM
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """The service that mirrors the engine, and the name of the engine's replica there."""
-
-    address: str
-    replica: str
 
 
 class MirrorManager(InProcessManager):
@@ -85,7 +77,7 @@ class MirrorManager(InProcessManager):
             life_nonce=life,
             mirror=MirrorTerms(self.commit),
         )
-        self.sender = MirrorSender(self.target.address, request, self.spec, self._export)
+        self.sender = MirrorSender(self.target.address, request, self.spec, self._export, self.target.access)
 
     def new_replica(self, spec: ReplicaSpec) -> NativeReplica:
         """Return an empty replica in the epoch after the one that the service knows.
@@ -162,7 +154,7 @@ def mirroring(target: Target, has_worker: bool = False) -> type[MirrorManager]:
 def last_epoch(target: Target) -> int:
     """Return the newest epoch of the replica at the service; 0 if it has none, or cannot be reached."""
     try:
-        with open_channel(target.address) as channel:
+        with open_channel(target.address, target.access) as channel:
             request = DescribeReplicaRequest(replica=target.replica)
             return int(AllocationStub(channel).DescribeReplica(request, timeout=EPOCH_TIMEOUT_S).epoch)
     except grpc.RpcError as error:

@@ -10,6 +10,7 @@ from vllm.config import VllmConfig
 from kvplane.base.errors import InvalidArgument
 from kvplane_vllm.connectors import check_connector
 from kvplane_vllm.remote.settings import refuse
+from kvplane_vllm.target import ACCESS, FIELD, access_of
 from kvplane_worker.lending.rundir import default_run_dir
 
 # Accepted values; None: any text that is not empty.
@@ -23,8 +24,10 @@ OPTIONS: dict[str, tuple[str, ...] | None] = {
     "step_timeout": None,  # only in mode "remote": seconds
     "session_socket": None,  # only in mode "remote": of the service, on the same machine
     "worker": None,
+    **dict.fromkeys(ACCESS),  # only in the modes with a service
 }
 RANK = "{rank}"  # in the option `worker`
+DP_RANK = "{dp_rank}"  # in the options `replica` and `worker`
 FIXED_HASHES = ("sha256", "sha256_cbor")
 
 # Settings with which pages of an earlier engine life may be wrong: (problem, field, its test).
@@ -73,11 +76,26 @@ def options_of(config: VllmConfig) -> dict[str, str]:
             allowed = " or ".join(map(repr, values)) if values else f"one of the options {', '.join(OPTIONS)}"
             allowed = "a text" if values is None else allowed
             raise InvalidArgument(f"{value!r} is not {allowed}", field=f"additional_config.kvplane.{name}")
+    given = _of_rank(config, given)
     _check_mode(config, given)
     check_connector(config)
     if config.parallel_config.decode_context_parallel_size > 1:
         raise InvalidArgument("decode context parallelism is not supported", field="decode_context_parallel_size")
     return given
+
+
+def _of_rank(config: VllmConfig, given: dict[str, str]) -> dict[str, str]:
+    """Return the options of this rank of data parallelism: each rank is an engine with a replica and pages of its own.
+
+    vLLM gives the ranks of a dense model a size of 1, and all of them their number.
+    """
+    parallel = config.parallel_config
+    places, rank = [name for name in ("replica", "worker") if name in given], parallel.data_parallel_index
+    for name in places:
+        if DP_RANK not in given[name] and (rank or parallel.data_parallel_size > 1):
+            problem = f"{given[name]} would be shared by all ranks of data parallelism"
+            raise InvalidArgument(problem, field=f"{FIELD}.{name}", remedy=f"write {DP_RANK} where their number goes")
+    return given | {name: given[name].replace(DP_RANK, str(rank)) for name in places}
 
 
 def _check_mode(config: VllmConfig, given: dict[str, str]) -> None:
@@ -93,6 +111,7 @@ def _check_mode(config: VllmConfig, given: dict[str, str]) -> None:
         ("pipeline", is_remote),
         ("step_timeout", is_remote),
         ("session_socket", is_remote),
+        *((name, has_service) for name in ACCESS),
     )
     for name, is_used in users:
         if name in given and not is_used:
@@ -103,6 +122,7 @@ def _check_mode(config: VllmConfig, given: dict[str, str]) -> None:
     hashes = config.cache_config.prefix_caching_hash_algo
     if has_service and hashes not in FIXED_HASHES:
         raise InvalidArgument(f"{hashes} in mode {mode}: use {' or '.join(FIXED_HASHES)}", field="hash_algo")
+    access_of(given)
     if is_remote:
         _check_remote(config, given)
 
@@ -126,22 +146,21 @@ def worker_addresses(config: VllmConfig, options: dict[str, str]) -> list[str]:
     """
     if options.get("pages") != "worker":
         return []
-    field = "additional_config.kvplane"
     for problem, setting, applies in UNFIT:
         if applies(config):
             raise InvalidArgument(problem, field=setting, remedy="give pages: own, or change this setting")
     if "fallback" in options:
         raise InvalidArgument(
             "vLLM's own KV cache manager writes no stamps into the pages of a worker",
-            field=f"{field}.fallback",
+            field=f"{FIELD}.fallback",
             remedy="leave fallback out, or give pages: own",
         )
     num_ranks = config.parallel_config.world_size
     where = options.get("worker", "")
     if num_ranks > 1 and where and RANK not in where:
-        raise InvalidArgument(f"{num_ranks} ranks need a worker each", field=f"{field}.worker", remedy=f"write {RANK}")
+        raise InvalidArgument(f"{num_ranks} ranks need a worker each", field=f"{FIELD}.worker", remedy=f"write {RANK}")
     if not where and "replica" not in options:
-        raise InvalidArgument("the worker is not named", field=f"{field}.worker", remedy="give worker or replica")
+        raise InvalidArgument("the worker is not named", field=f"{FIELD}.worker", remedy="give worker or replica")
     if where:
         return [where.replace(RANK, str(rank)) for rank in range(num_ranks)]
     return [str(default_run_dir(options["replica"], rank)) for rank in range(num_ranks)]

@@ -26,6 +26,7 @@ from kvplane_vllm.manager import InProcessManager
 from kvplane_vllm.options import options_of, worker_addresses
 from kvplane_vllm.pages import PagesOfWorker
 from kvplane_vllm.spec import UnsupportedModel, refuse_replay
+from kvplane_vllm.target import target_of
 
 logger = logging.getLogger("vllm.kvplane")  # with the handlers of vLLM
 
@@ -38,9 +39,9 @@ def manager_factory(
     """
     manager: type[InProcessManager] = PagesOfWorker if addresses else InProcessManager
     if chosen.get("mode") == "mirror":
-        from kvplane_vllm.mirror import Target, mirroring  # needs gRPC
+        from kvplane_vllm.mirror import mirroring  # needs gRPC
 
-        manager = mirroring(Target(chosen["address"], chosen["replica"]), bool(addresses))
+        manager = mirroring(target_of(chosen), bool(addresses))
     manager = type(manager.__name__, (manager,), {"hash_algorithm": hash_algorithm})
 
     def build(kv_cache_config: KVCacheConfig, *args: Any, **options: Any) -> KVCacheManager:

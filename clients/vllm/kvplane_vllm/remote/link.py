@@ -72,14 +72,16 @@ class Link:
         """
         self._memory, self._with_events = memory, with_events
         self._settings, self._spec = settings, spec
-        self._has_others = len(Addresses(settings.address).services) > 1
+        self._has_others = len(Addresses(settings.target.address).services) > 1
         retry = RetryPolicy(attempts=None, within_s=settings.step_timeout_s)
-        self._client = connect(settings.address, timeout_s=settings.step_timeout_s, retry=retry)
+        address, access = settings.target.address, settings.target.access
+        options = {"timeout_s": settings.step_timeout_s, "retry": retry}
+        self._client = connect(address, tls=access.tls, token=access.token, **options)  # type: ignore[arg-type]
         self._session: Session | None = None
         self.life = self.answered = self.num_messages = 0
         self.waited_s = 0.0
         self._is_away = False
-        self._thread = ThreadPoolExecutor(1, f"kvplane-{settings.replica}")
+        self._thread = ThreadPoolExecutor(1, f"kvplane-{settings.target.replica}")
         self._ahead: Future[StepResult] | None = None
         self._open()
 
@@ -177,7 +179,7 @@ class Link:
         self._client.close()
 
     def _open(self) -> None:
-        name, wait_s = self._settings.replica, self._settings.step_timeout_s
+        name, wait_s = self._settings.target.replica, self._settings.step_timeout_s
         self._client.register_replica(name, self._spec)
         retry = RetryPolicy(attempts=None, within_s=wait_s)
         options = {"step_timeout_s": wait_s, "open_timeout_s": wait_s, "retry": retry}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvplane.base.errors import InvalidArgument
+from kvplane_vllm.target import Target, target_of
 
 STEP_TIMEOUT_S = 5.0
 REMEDY = "use mode: mirror for this feature"
@@ -39,14 +40,13 @@ class Settings:
     """Which service decides, and how the engine asks it.
 
     Attributes:
-        address, replica: the service, and the engine's replica there.
+        target: the service, and the engine's replica there.
         pipeline: whether the program of a step is sent while the step before it runs.
         step_timeout_s: how long a schedule() waits for an answer.
         session_socket: path of the service's session socket; "" = the session uses gRPC.
     """
 
-    address: str
-    replica: str
+    target: Target
     pipeline: bool = True
     step_timeout_s: float = STEP_TIMEOUT_S
     session_socket: str = ""
@@ -56,7 +56,7 @@ def settings_of(chosen: Mapping[str, Any]) -> Settings:
     """Return the settings of these options, which were checked."""
     timeout_s = float(chosen.get("step_timeout", STEP_TIMEOUT_S))
     pipeline, local = chosen.get("pipeline", "on") == "on", chosen.get("session_socket", "")
-    return Settings(chosen["address"], chosen["replica"], pipeline, timeout_s, local)
+    return Settings(target_of(chosen), pipeline, timeout_s, local)
 
 
 def refuse(config: Any) -> None:
