@@ -5,6 +5,8 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import socket
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from kvplane.base.requests import Allocate
 from kvplane.base.step import End
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.config import Config
+from kvplane_service.rpc import status_page
+from kvplane_service.telemetry import http as metrics_http
 from tests.service.auth.test_audit import lines_of
 from tests.service.browser import Browser, browsing
 from tests.service.guarded import guarded
@@ -109,8 +113,43 @@ def test_what_other_sites_can_send_is_refused(service):
 
 
 def test_a_body_above_the_limit_is_refused(service):
-    for length in ((1 << 20) + 1, 10**12, -1):  # refused by its head, before the body is sent
+    for length in ((16 << 10) + 1, 10**12, -1):  # refused by its head, before the body is sent
         assert send(service.app.metrics_address, "/api/Admin/Explain", b"", Content_Length=str(length))[0] == 413
+
+
+def test_a_body_without_a_token_is_not_parsed_and_is_audited(tmp_path, monkeypatch):
+    monkeypatch.setattr(status_page, "Parse", lambda *_: pytest.fail("it was parsed"))
+    with guarded(tmp_path, metrics_listen="127.0.0.1:0") as world:
+        body = b'{"replica": ' + b"[" * 8000
+        status, answer = api(world.service.app.metrics_address, "Admin/Explain", body, Authorization="Bearer wrong")
+        assert (status, answer["reason"]) == (401, "UNAUTHENTICATED")
+    assert [line["outcome"] for line in lines_of(world.guard.audit_file) if line["event"] == "refused"] == [
+        "UNAUTHENTICATED"
+    ]
+
+
+def test_a_body_that_is_no_request_is_paid_by_its_owner(tmp_path):
+    with guarded(tmp_path, metrics_listen="127.0.0.1:0") as world:
+        address, body = world.service.app.metrics_address, b'{"replica": [' + b"1," * 8000
+        owner = {"Authorization": "Bearer token-acme"}
+        asked = [api(address, "Admin/Explain", body, **owner)[1]["reason"] for _ in range(1000)]
+        assert asked[0] == "INVALID_ARGUMENT"
+        assert "QUOTA_EXCEEDED" in asked
+
+
+def test_connections_to_the_metrics_port_are_limited(service, monkeypatch):
+    monkeypatch.setattr(metrics_http, "_MAX_CONNECTIONS", 4)
+    host, _, port = service.app.metrics_address.rpartition(":")
+    with ExitStack() as held:
+        for _ in range(4):
+            one = held.enter_context(socket.create_connection((host, int(port))))
+            one.sendall(b"POST /api/Admin/Explain HTTP/1.1\r\n")
+        with pytest.raises(OSError):
+            send(service.app.metrics_address, "/")
+    while True:
+        with suppress(OSError):
+            assert send(service.app.metrics_address, "/")[0] == 200
+            return
 
 
 def test_owners_see_their_replicas_with_their_tokens(tmp_path):

@@ -22,7 +22,7 @@ from google.protobuf.json_format import MessageToJson, Parse, ParseError
 from google.protobuf.message import Message
 
 from kvplane.base.errors import InvalidArgument, KvplaneError, PermissionDenied, Unauthenticated
-from kvplane_service.auth.gate import Incoming
+from kvplane_service.auth.gate import CALL, Incoming
 from kvplane_service.auth.identity import Proof
 from kvplane_service.config import Config, is_local, is_open_to_all
 from kvplane_service.rpc import prices
@@ -95,19 +95,25 @@ class StatusPage:
         """Call an RPC. Raises InvalidArgument for a body that is not its request, and what gate and RPC raise."""
         self._check(request)
         method, gate = self._methods[name], self._hooks.gate
+        with self._turns.place():
+            if gate is None:
+                return await self._answered(method, request.body)
+            proof = Proof((request.authorization,) if request.authorization else (), ())
+            with gate.passing(Incoming(f"{_PACKAGE}{name}", request.peer, proof)):
+                return await self._answered(method, request.body)
+
+    async def _answered(self, method: UnaryMethod, body: bytes) -> Message:
+        """Answer a call that was admitted: nothing of its body is parsed before, and it pays for the parser."""
+        call = CALL.get()
+        call.pay(prices.reserve(len(body)))
         try:
-            raw = Parse(request.body, method.request_class()).SerializeToString()
+            raw = Parse(body, method.request_class()).SerializeToString()
         except (ParseError, UnicodeDecodeError) as error:
             what = f"the body is not a {method.request_class.DESCRIPTOR.name}: {error}"
             raise InvalidArgument(what, remedy="send its fields as JSON") from None
-        work = partial(with_replica, self._hooks.ensure_local, partial(method.answer, self._hooks, raw))
-        with self._turns.place():
-            if gate is None:
-                return method.answer_class.FromString(await work())
-            proof = Proof((request.authorization,) if request.authorization else (), ())
-            with gate.passing(Incoming(f"{_PACKAGE}{name}", request.peer, proof)) as call:
-                call.pay(prices.reserve(len(raw)))
-                return method.answer_class.FromString(await work())
+        call.count(prices.reserve(len(raw)) - prices.reserve(len(body)))
+        answer = await with_replica(self._hooks.ensure_local, partial(method.answer, self._hooks, raw))
+        return method.answer_class.FromString(answer)
 
     def _check(self, request: HttpRequest) -> None:
         """Raise an error unless the request may be answered; with owners, the gate decides.

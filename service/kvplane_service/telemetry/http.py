@@ -25,7 +25,8 @@ from kvplane_service.runtime.slices import Turns, in_slices
 
 _PATH = "/metrics"
 _MAX_HEAD_BYTES = 16 << 10
-_MAX_BODY_BYTES = 1 << 20
+_MAX_BODY_BYTES = 16 << 10  # of a call of the status page, which names a replica or a request
+_MAX_CONNECTIONS = 128
 _TIMEOUT_S = 5.0
 _MAX_WAITING = 16
 _KEPT_NS = 1_000_000_000  # time for which a page is answered again
@@ -96,6 +97,7 @@ class MetricsServer:
         self._kept: dict[str, tuple[int, list[bytes]]] = {}  # by content type: when its page was begun, and the page
         self._turns = Turns("metrics", _MAX_WAITING)
         self._server: asyncio.Server | None = None
+        self._num_connections = 0
 
     async def start(self, address: str) -> str:
         """Start serving on host:port, and return the address, with the selected port instead of port 0.
@@ -122,6 +124,16 @@ class MetricsServer:
             await self._server.wait_closed()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._num_connections >= _MAX_CONNECTIONS:
+            writer.transport.abort()
+            return
+        self._num_connections += 1
+        try:
+            await self._answer_one(reader, writer)
+        finally:
+            self._num_connections -= 1
+
+    async def _answer_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             raw = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _TIMEOUT_S)
             head = raw.decode("latin-1").split("\r\n")
