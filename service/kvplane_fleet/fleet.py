@@ -12,9 +12,10 @@ import zmq.asyncio
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.events import domain_mask
 from kvplane.base.step import NO_EXTRA_KEYS, ExtraKeys
+from kvplane.rpc.access import Access
 from kvplane_fleet.domains import Domain
 from kvplane_fleet.follow.order import SourceOrder
-from kvplane_fleet.follow.replica_source import ReplicaSource
+from kvplane_fleet.follow.replica_source import PLAIN, ReplicaSource
 from kvplane_fleet.follow.zmq_source import ZmqSource
 from kvplane_fleet.hits import Asked, Claim, claims
 from kvplane_fleet.index import Index
@@ -45,6 +46,14 @@ async def following(fleet: Fleet, places: Iterable[PlaceSettings]) -> AsyncItera
             raise end
 
 
+# Of a replica's service that answers, and refuses: what the operator of the router has to do.
+_STATES = {
+    "UNAUTHENTICATED": "not authenticated",
+    "PERMISSION_DENIED": "not permitted",
+    "NOT_FOUND": "not registered",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Followed:
     """A place and its source.
@@ -63,7 +72,8 @@ class Followed:
         if isinstance(self.source, ZmqSource) and self.source.is_given_up:
             return "given up"
         if not self.source.is_connected:
-            return "not connected"
+            error = self.source.error if isinstance(self.source, ReplicaSource) else None
+            return _STATES.get(error.reason, "not connected") if error else "not connected"
         if self.place.withdrawn:
             return "withdrawn"
         if isinstance(self.source, ReplicaSource):
@@ -168,16 +178,20 @@ class PlaceClaim:
 class Fleet:
     """The places that are followed; see `following`."""
 
-    def __init__(self) -> None:
-        self.index = make_index()
+    def __init__(self, access: Access = PLAIN) -> None:
+        """`access`: TLS and token with which services are called."""
+        self._access, self.index = access, make_index()
         self.followed: dict[str, Followed] = {}
 
     def add(self, settings: PlaceSettings) -> Followed:
-        """Add a place, which `follow` then follows."""
+        """Add a place, which `follow` then follows. Raises InvalidArgument if a token would be sent in plain text."""
         place = Place(settings, self.index)
         if settings.events is None:
             assert settings.service is not None, "settings name one of both"
-            self.followed[settings.name] = one = Followed(place, ReplicaSource(settings.service, settings.name, place))
+            for address in settings.service.split(","):
+                self._access.check(address.strip())
+            replica = ReplicaSource(settings.service, settings.name, place, self._access)
+            self.followed[settings.name] = one = Followed(place, replica)
             return one
         order = SourceOrder(place, place.faults, can_replay=settings.replay is not None)
         source = ZmqSource((settings.events, settings.replay), settings.topic, order, place.faults)

@@ -9,17 +9,20 @@ from contextlib import ExitStack, closing
 
 import pytest
 
+from kvplane.base.errors import InvalidArgument
 from kvplane.base.requests import Content
 from kvplane.base.step import ExtraKeys, Part
 from kvplane.blocking.client import connect
+from kvplane.rpc.access import Access
 from kvplane_fleet.fleet import Fleet, Prompt, following
-from kvplane_fleet.follow.replica_source import ReplicaSource
+from kvplane_fleet.follow.replica_source import RETRY_S, ReplicaSource
 from kvplane_fleet.settings import PlaceSettings
 from kvplane_tools.cli.child import ServiceChild
 from tests.conformance.header import read_records
 from tests.conformance.paths import PathPart
 from tests.conformance.rpc import make_replayer
 from tests.router.recorded import CONFORMANCE
+from tests.service.guarded import guarded
 
 REPLICAS = 8
 PROMPTS = 12
@@ -81,3 +84,29 @@ async def test_claims_equal_find_cache_hit(service, path):
     print(f"{path.name}: {compared} look-ups, {hits} hits, {differences} differences")
     assert compared >= REPLICAS
     assert differences == 0
+
+
+async def test_a_service_with_owners_is_followed_with_a_token_and_says_why_it_is_not_without(tmp_path, caplog):
+    with guarded(tmp_path) as world:
+        world.acme.register("acme/r")
+        place = PlaceSettings("acme/r", service=world.service.address)
+        accesses = {"not authenticated": Access(), "not registered": Access(token="token-rival")}
+        for state, access in accesses.items():
+            fleet = Fleet(access)
+            async with following(fleet, [place]), asyncio.timeout(WITHIN_S):
+                while fleet.followed["acme/r"].state != state:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                assert "acme/r" in caplog.text
+                assert world.service.address in caplog.text
+                caplog.clear()
+                await asyncio.sleep(2.5 * RETRY_S)
+                assert not caplog.text  # a reason is logged once, not at each try
+        fleet = Fleet(Access(token="token-acme"))
+        async with following(fleet, [place]):
+            await asyncio.wait_for(fleet.wait_until_current(), WITHIN_S)
+            assert fleet.followed["acme/r"].state == "current"
+
+
+def test_a_token_is_sent_to_no_service_of_another_machine_in_plain_text():
+    with pytest.raises(InvalidArgument, match="plain text"):
+        Fleet(Access(token="t")).add(PlaceSettings("r", service="127.0.0.1:1, 192.0.2.1:1"))

@@ -8,6 +8,7 @@ they differ, the entries are learned again.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -16,10 +17,15 @@ from kvplane.base.errors import KvplaneError
 from kvplane.base.events import EventBatch, GroupDigest, domain_mask
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.step import CacheEvent, EventKind
+from kvplane.rpc.access import Access
 from kvplane_fleet.wire.events import WHOLE_KEY_BYTES, Batch, Cleared, Event, GroupFormat, Removed, Stored, Tier
 
 RETRY_S = 1.0
 DIGEST_PERIOD_S = 60
+
+PLAIN = Access()
+
+_log = logging.getLogger(__name__)
 
 
 class ReplicaSink(Protocol):
@@ -52,10 +58,13 @@ class ReplicaSource:
         partial: the entries are not all read yet.
         digest_period_s: seconds between two comparisons of the entries.
         seq: number of the last batch.
+        error: why the replica cannot be followed now; None while it is.
     """
 
-    def __init__(self, services: str, replica: str, sink: ReplicaSink) -> None:
-        self._services, self._replica, self._sink = services, replica, sink
+    def __init__(self, services: str, replica: str, sink: ReplicaSink, access: Access = PLAIN) -> None:
+        """`access`: TLS and token of the calls."""
+        self._services, self._replica, self._sink, self._access = services, replica, sink, access
+        self.error: KvplaneError | None = None
         self.is_connected = self.partial = False
         self.seq, self.digest_period_s = 0, DIGEST_PERIOD_S
         self._is_doubted = False
@@ -64,12 +73,15 @@ class ReplicaSource:
 
     async def run(self) -> None:
         """Follow the replica; while it does not exist, or no service answers, try again."""
-        async with aio.connect(self._services) as client:
+        access = self._access
+        async with aio.connect(self._services, tls=access.tls, token=access.token) as client:
             while True:
                 try:
                     await self._follow(client)
-                except KvplaneError:
-                    self.is_connected = False
+                except KvplaneError as error:
+                    if self.error is None or self.error.reason != error.reason:  # once, not at each try
+                        _log.warning("%s at %s cannot be followed: %s", self._replica, self._services, error)
+                    self.is_connected, self.error = False, error
                     self._sink.clear(life_ended=True)
                     await asyncio.sleep(RETRY_S)
 
@@ -91,6 +103,7 @@ class ReplicaSource:
             for number, group in enumerate(spec.groups)
         }
         self._sink.use(spec)
+        self.error = None
         self.is_connected, self.seq, self.partial, self._is_doubted = True, 0, False, False
         self._changed.set()
         stream = client.subscribe(self._replica, after_seq=0, entries=True, digest_period_s=self.digest_period_s)

@@ -11,9 +11,11 @@ from collections.abc import Callable
 import grpc
 
 from kvplane.base.errors import InternalError, InvalidArgument
+from kvplane.rpc.access import Access
 from kvplane.v1 import front_ends_pb2, routing_pb2
 from kvplane_fleet.decisions import Decisions
 from kvplane_fleet.fleet import Fleet, following
+from kvplane_fleet.follow.replica_source import PLAIN
 from kvplane_fleet.router import picker, pod_scores
 from kvplane_fleet.router.metrics import RouterCollector
 from kvplane_fleet.router.prober import Prober
@@ -73,10 +75,18 @@ class Router:
         address, metrics_address, health_address: addresses that are served, "" before `start` and if disabled.
     """
 
-    def __init__(self, config: Config, settings: FleetSettings, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` returns seconds that never decrease. Raises InvalidArgument, NotFound as `open_gate`."""
+    def __init__(
+        self,
+        config: Config,
+        settings: FleetSettings,
+        clock: Callable[[], float] = time.monotonic,
+        access: Access = PLAIN,
+    ) -> None:
+        """`clock` returns seconds that never decrease; `access` is that with which services of places are called.
+        Raises InvalidArgument, NotFound as `open_gate`.
+        """
         self._config, self.settings = config, settings
-        self.fleet = Fleet()
+        self.fleet = Fleet(access)
         self.decisions = Decisions(self.fleet, settings.router, clock)
         self.address = self.metrics_address = self.health_address = ""
         self.prober = Prober(self.fleet, self.decisions, settings.router, clock)
@@ -147,13 +157,16 @@ class Router:
             self.gate.close()
 
 
-async def serve(config: Config, settings: FleetSettings, ready: Callable[[Router], None]) -> None:
+async def serve(
+    config: Config, settings: FleetSettings, ready: Callable[[Router], None], access: Access = PLAIN
+) -> None:
     """Serve until SIGTERM or SIGINT, then drain; a second signal stops the process at once.
 
     Args:
         config: how calls are served.
         settings: the places, and how the router decides.
         ready: called when the router answers calls.
+        access: TLS and token with which the services of places are called.
 
     Raises:
         Unavailable: an address is in use.
@@ -171,7 +184,7 @@ async def serve(config: Config, settings: FleetSettings, ready: Callable[[Router
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signalled)
-    router = Router(config, settings)
+    router = Router(config, settings, access=access)
     async with following(router.fleet, settings.places) as follows:
         await router.start()
         ready(router)

@@ -64,7 +64,7 @@ def router_command(
     if loaded.sources["listen"] == "default":
         loaded = load_config(config, DEFAULT_ROUTER, settings)
     logging.basicConfig(level=loaded.config.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    asyncio.run(serve(loaded.config, load(file), _print_addresses))
+    asyncio.run(serve(loaded.config, load(file), _print_addresses, given_access()))
 
 
 def _print_addresses(router: Router) -> None:
@@ -206,7 +206,7 @@ def _ask_once(method: str, request: Message, file: Path, within_s: float) -> Mes
     settings = load(file)
 
     async def run() -> Message:
-        fleet = Fleet()
+        fleet = Fleet(given_access())
         async with following(fleet, settings.places):
             try:
                 async with asyncio.timeout(within_s):
