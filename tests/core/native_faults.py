@@ -1,7 +1,7 @@
 """`python -m tests.core.native_faults [NAME ...]`: plants faults in the compiled core, and says which test finds each.
 
 A fault replaces one expression or statement of a C++ file. All are compiled into one private library, in which a number
-switches one on, and the tests of `tests/core` run with each in a process of its own, until one fails; then programs of
+switches one on, and the tests of `TESTS` run with each in a process of its own, until one fails; then programs of
 `tests/fuzz`. Exit 1 if one is not found.
 """
 
@@ -30,6 +30,8 @@ extern "C" __attribute__((visibility("default"), used)) inline int kvplane_fault
 #define kFault kvplane_fault
 """
 MOST_S = 900  # of a process
+TESTS = ("tests/core", "tests/service/test_sent_steps.py")
+MESSAGES = ("wire.h", "bind_bytes.h")  # what the second of these compares
 LEFT_OUT = (  # of the sources of the library, and of these faults
     "tests/core/test_native.py::test_the_library_is_compiled_from_the_sources_of_this_tree",
     "tests/core/test_native_damage.py",
@@ -357,6 +359,28 @@ FAULTS = [
     Fault("no hit is given up", "step_applier.h", "blocks_.GiveUp(hit)", "false"),
     Fault("stamps of a new life are lost to an image", "load.h",
           "for (const Block block : blocks) pool.NoteStamped(block);", ""),
+    Fault("stamps of an image stay at other blocks", "resume.h",
+          "stamps_.contains(pool_.stamp[block]) && !all_.contains(block)", "false"),
+    # Reading a step's message, and writing that of its answer.
+    Fault("a number of ten bytes loses its highest bits", "wire.h", "if (shift == 63 && *at_ > 1) break;", ""),
+    Fault("surrogates are read as text", "wire.h", "(letter >= 0xd800 && letter < 0xe000)", "false"),
+    Fault("numbers above those of their column are read", "wire.h", "return most <= highest;", "return true;"),
+    Fault("choices that no enumeration has are read", "wire.h",
+          "field.value <= static_cast<uint64_t>(choice.highest)", "true"),
+    Fault("columns of other lengths are read", "wire.h", "one.count != 0 && one.count != rows", "false"),
+    Fault("fewer hashes than the rows say are read", "wire.h",
+          "if (!AddUp(section.num_hashes, digest_size, section.hashes.size)) return false;", ""),
+    Fault("fewer tokens than the rows say are read", "wire.h",
+          "return count == 0 || AddUp(TokensOfRows(section), 1, count);", "return true;"),
+    Fault("the second of two equal sections counts", "bind_bytes.h",
+          "if (found & 1u << field.number) return false;", ""),
+    Fault("what is behind a step in its message is not seen", "bind_bytes.h", "!fields.Next(&other) && fields.ok",
+          "fields.ok"),
+    Fault("a step of any number of parts is read", "bind_bytes.h", "if (num_parts == kMostParts) return false;", ""),
+    Fault("answers do not say what is published", "bind_bytes.h", "into.Number(4, published);", ""),
+    Fault("hashes of running requests are kept back", "bind_bytes.h", "if (count == 0) continue;", "continue;"),
+    Fault("columns of a part before stay in the next one", "wire.h",
+          "for (const auto& column : ColumnsOf(*section)) (section->*column.of).clear();", ""),
 ]  # fmt: skip
 
 
@@ -446,7 +470,8 @@ class Play:
 
 def ordered(items: Sequence[pytest.Item], fault: Fault) -> list[pytest.Item]:
     """Return the tests, those first whose file has a word of the name of the fault's file."""
-    words = {word[:5] for word in re.split(r"[/_.]", fault.file) if len(word) > 3}
+    named = "sent" if fault.file in MESSAGES else fault.file
+    words = {word[:5] for word in re.split(r"[/_.]", named) if len(word) > 3}
     return sorted(items, key=lambda item: not words & {word[:5] for word in item.path.stem.split("_")})
 
 
@@ -469,7 +494,7 @@ def main(chosen: list[str]) -> bool:
         return subprocess.run(command, env={**os.environ, VARIABLE: path}, check=False).returncode == 0
     print("| fault | file | found by |\n|---|---|---|", flush=True)
     play = Play(Path(os.environ[VARIABLE]), chosen)
-    options = ["-q", "-s", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib", "tests/core"]
+    options = ["-q", "-s", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib", *TESTS]
     left_out = [f"--deselect={test}" for test in LEFT_OUT]
     return pytest.main([*options, *left_out], plugins=[play]) == 0 and play.is_good
 

@@ -346,6 +346,21 @@ def test_an_image_with_the_stamp_of_another_block_s_key_is_refused():
         replica.apply(image_step(ROW, 2))
 
 
+def test_a_stamp_that_this_pool_gave_to_another_block_in_an_equal_epoch_is_that_of_the_memory():
+    """Two services began epoch 1, and the memory obeyed the other one."""
+    replica = new_replica(SPEC)
+    replica.begin_epoch(1)
+    replica.apply(Step(1, 1, [Part(news=News([1], [3], [7] * 3), admit=admit_row(1))]))
+    (ours,) = replica.coordinator.tables(1)[0]
+    named = STAMPS.index(replica.coordinator.pool.stamp[ours])
+    assert named != ours
+    replica.begin_epoch(2, STAMPS)
+    replica.apply(Step(2, 1, [Part(news=News([1], [10], [7] * 10))]))
+    replica.apply(image_step(replace(ROW, blocks=[named, 6, 7]), 2))
+    inspect.check(replica)
+    assert [replica.coordinator.pool.stamp[block] for block in (ours, named)] == [0, STAMPS[named]]
+
+
 def test_an_image_with_other_sections_or_allocated_blocks_is_refused():
     replica = waiting_replica()
     mixed = image_step(ROW)

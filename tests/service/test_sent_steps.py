@@ -4,6 +4,7 @@ about steps of messages and of objects as Python does.
 
 from __future__ import annotations
 
+import struct
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from kvplane.base.step import Admit, ExtraKeys, Facts, News, Part, Resume, Run, 
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.v1 import step_pb2
 from kvplane.wire.parsing import parse
-from kvplane_core.face.interface import HAS_KEYS, ReadStep
+from kvplane_core.face.interface import HAS_KEYS, Answer, ReadStep
 from kvplane_core.spec.replica import Replica
 from kvplane_service.decisions.log import without_tokens
 from kvplane_service.decisions.packing import pack_decision
@@ -154,6 +155,22 @@ def read_of(step: Step) -> ReadStep:
     return read
 
 
+def test_an_answer_has_the_hashes_that_running_requests_got():
+    made = NativeReplica(spec_of())
+    made.begin_epoch(1)
+    news = News([1, 2, 3], [1, 1, 1], num_hashes=[0, 0, 0], hashes=b"")
+    made.apply(Step(1, 1, [Part(news=news)]))
+    hashes = bytes(range(96))
+    facts = Facts([1, 2, 3], appended=[16, 0, 32], num_hashes=[1, 0, 2], hashes=hashes)
+    message = message_of(Step(1, 2, [Part(facts=facts)]))
+    read = made.read_step(message)
+    assert read is not None
+    answer = made.apply(SentStep(read, message, lambda _: []))
+    assert isinstance(answer, Answer)
+    u32 = ((1, 3), (1, 2))
+    assert answer.grown == ((*(struct.pack("<2I", *column) for column in u32), hashes),)
+
+
 def test_what_a_step_has_is_known_before_it_is_applied():
     step = Step(3, 4, [Part(), EVERYTHING], 2, False, 1, "00-a-b-01")
     read = read_of(step)
@@ -240,6 +257,56 @@ def test_a_step_of_very_many_parts_is_left_to_python():
     """An empty part is two bytes of a message, and a thousand times as many where it is read."""
     assert core().read_step(message_of(Step(1, 1, [Part()] * 4096))) is not None
     assert core().read_step(message_of(Step(1, 1, [Part()] * 4097))) is None
+
+
+def as_step(step: bytes, after: bytes = b"") -> bytes:
+    return b"\x12" + bytes([len(step)]) + step + after
+
+
+ROWS = step_pb2.Step(epoch=1, seq=1, parts=[step_pb2.Part(run=step_pb2.Run(slot=bytes(4)))]).SerializeToString()
+
+
+@pytest.mark.parametrize("number", [1, 1 << 31, (1 << 63) - 1, 1 << 63, (1 << 64) - 1])
+def test_numbers_of_every_length_are_read(number):
+    read = core().read_step(as_step(step_pb2.Step(epoch=number, seq=1, parts=[step_pb2.Part()]).SerializeToString()))
+    assert read is not None
+    assert read.epoch == number
+
+
+@pytest.mark.parametrize("last", [2, 0x7F])
+def test_a_number_of_more_than_64_bits_is_read_by_python_which_drops_the_bits_above(last):
+    raw = as_step(b"\x08" + b"\xff" * 9 + bytes([last]) + ROWS[2:])
+    assert core().read_step(raw) is None
+    assert wire.decode_step(parse(pb.SessionRequest, raw).step, 32).epoch == (1 << 63) - 1 | (last & 1) << 63
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"\xed\xa0\x80",
+        b"\xed\xbf\xbf",
+        b"\xc0\x80",
+        b"\xe0\x80\x80",
+        b"\xf4\x90\x80\x80",
+        b"\xf5\x80\x80\x80",
+        b"a\x80",
+    ],
+)
+def test_what_is_no_utf8_is_left_to_python_which_refuses_it(text):
+    raw = as_step(ROWS + b"\x3a" + bytes([len(text)]) + text)
+    assert core().read_step(raw) is None
+    with pytest.raises(InvalidArgument):
+        parse(pb.SessionRequest, raw)
+    good = as_step(ROWS + b"\x3a\x03\xed\x9f\xbf")  # the last letter before the surrogates
+    assert reads_alike(good)
+
+
+def test_what_follows_a_step_in_its_message_leaves_it_to_python():
+    one = as_step(ROWS)
+    assert core().read_step(one) is not None
+    assert core().read_step(one + one) is None
+    assert core().read_step(one + b"\x0a\x00") is None
+    assert parse(pb.SessionRequest, one + b"\x0a\x00").WhichOneof("kind") == "open"
 
 
 def test_a_step_in_other_bytes_is_read_by_python():

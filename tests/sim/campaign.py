@@ -21,6 +21,7 @@ _SEEDS_AT_ONCE = 4  # per task of a process
 KEPT = {
     8: "an engine that had counted less than a new service named steps by mistake",
     70131: "a service announced keys of blocks under a load, and dropped them when the engine life began",
+    520042: "two services began one epoch, and the pool of one had its stamp of a block that the memory has elsewhere",
 }
 
 # Twins that the simulation must catch, with the first seed that catches each, so that a test need not search for it.

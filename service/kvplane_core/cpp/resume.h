@@ -44,6 +44,7 @@ class Resumption {
             tracker.held[slot] = blocks;
             return true;
         });
+        ForgetOthers();
     }
 
   private:
@@ -369,9 +370,19 @@ class Resumption {
         }
         std::sort(ours.begin(), ours.end());
         ReleaseBusy(pool_, ours);
-        for (const Block block : blocks) {  // not restamped since
-            if (block != kNullBlock && EpochOf(pool_.stamp[block]) != pool_.epoch)
-                pool_.stamp[block] = shown_.stamps[block];
+        for (const Block block : blocks) {
+            if (block == kNullBlock) continue;
+            all_.insert(block);
+            stamps_.insert(shown_.stamps[block]);
+            if (EpochOf(pool_.stamp[block]) != pool_.epoch) pool_.stamp[block] = shown_.stamps[block];  // not restamped
+        }
+    }
+
+    // Removes the stamps of the image from all other blocks, which have no keys. Two services may have begun one epoch,
+    // and the memory obeyed the other one: a stamp that this pool gave to one block is then that of another there.
+    void ForgetOthers() {
+        for (Block block = kNullBlock + 1; block < pool_.num_blocks; ++block) {
+            if (stamps_.contains(pool_.stamp[block]) && !all_.contains(block)) pool_.stamp[block] = 0;
         }
     }
 
@@ -381,7 +392,7 @@ class Resumption {
     const Shown& shown_;
     Refusal refusal_;
     std::map<Block, Name> names_;    // of the blocks in tables
-    std::set<Block> held_, all_;     // blocks of held slots, of the image
+    std::set<Block> held_, all_;     // blocks of held slots, of the image: what is checked, or what was applied
     std::set<uint64_t> stamps_;      // that the memory has of all
 };
 

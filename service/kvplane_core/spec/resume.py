@@ -60,6 +60,7 @@ class Resumption:
         self._pool = coordinator.pool
         self._requests = coordinator.requests
         self._shown = shown
+        self._taken = set[int]()  # blocks of the image that was applied
 
     # -- check -------------------------------------------------------------------------------------------------------
 
@@ -234,6 +235,7 @@ class Resumption:
         for slot, blocks, loading in _held(resume):
             self._hold(slot, blocks, loading)
             tracker.held[slot] = list(blocks)
+        self._forget_others()
 
     def _resume(self, row: _Row) -> None:
         slot, requests, progress = row.slot, self._requests, row.progress
@@ -269,9 +271,21 @@ class Resumption:
         pool = self._pool
         pool.touch(blocks)
         pool.release_busy(sorted(pool.busy.intersection(blocks)))  # this request's load may write them
+        self._taken.update(set(blocks) - {NULL_BLOCK})
         for block in blocks:
             if block != NULL_BLOCK and Stamp.unpack(pool.stamp[block]).epoch != pool.epoch:  # not restamped since
                 pool.stamp[block] = self._shown[block]
+
+    def _forget_others(self) -> None:
+        """Remove the stamps of the image from all other blocks, which have no keys.
+
+        Two services may have begun one epoch, and the memory obeyed the other one: a stamp that this pool gave to one
+        block is then the stamp of another block in the memory.
+        """
+        stamps, pool = {self._shown[block] for block in self._taken}, self._pool
+        for block, stamp in enumerate(pool.stamp):
+            if stamp in stamps and block not in self._taken:
+                pool.stamp[block] = 0
 
 
 def _held(resume: Resume) -> Iterator[tuple[int, list[int], bool]]:
