@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -28,8 +29,9 @@ from tests.service.rig import WAIT_S, held_thread, running, until
 class MirroredEngine(DecidingEngine):
     """A random engine that sends each step to the service at `address`."""
 
-    def __init__(self, address, mix="window and full", seed=1, **options):
-        super().__init__(spec_of(mix), seed)
+    def __init__(self, address, mix="window and full", seed=1, more_blocks=0, **options):
+        spec = spec_of(mix)
+        super().__init__(replace(spec, num_blocks=spec.num_blocks + more_blocks), seed)
         self.address, self.options = address, options
         self.attach()
 
@@ -98,6 +100,17 @@ def _no_replica(request):
         one = request.getfixturevalue("service")
         if "r" in one.app.registry:
             one.in_loop(lambda: one.app.registry.remove("r"))
+
+
+def test_a_new_engine_process_with_another_number_of_blocks_is_mirrored():
+    with running() as service:
+        with engine_on(service) as engine:
+            engine.advance(5)
+            engine.check(service)
+        with engine_on(service, more_blocks=9) as engine:
+            engine.advance(5)
+            engine.check(service)
+            assert service.describe().spec.num_blocks == engine.spec.num_blocks
 
 
 @pytest.mark.parametrize("mix", MIXES)

@@ -29,14 +29,16 @@ from kvplane.base.errors import (
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.session import OPEN_TIMEOUT_S, CacheRequest, Opened, OpenRequest, Progress
 from kvplane.base.step import Step, StepResult
+from kvplane.blocking.client import Client
+from kvplane.blocking.registering import register_engine
 from kvplane.rpc.access import PLAIN, Access
 from kvplane.rpc.channel import open_channel
 from kvplane.rpc.status import RpcOutcome, error_of_rpc
+from kvplane.sansio.retry import RetryPolicy
 from kvplane.session.mirror_log import ClosedStep, Iteration, MirrorLog, Piece
 from kvplane.session.options import draw_nonce
-from kvplane.v1.allocation_pb2 import RegisterReplicaRequest, SessionRequest, SessionResponse
+from kvplane.v1.allocation_pb2 import SessionRequest, SessionResponse
 from kvplane.v1.allocation_pb2_grpc import AllocationStub
-from kvplane.wire import encode_spec
 from kvplane.wire.mirror import (
     Mirrored,
     answer_digest,
@@ -207,11 +209,8 @@ class MirrorSender:
     def _follow(self, channel: grpc.Channel) -> None:
         """Register, attach, and send until the stream ends, which raises, or `close` is called."""
         stub = AllocationStub(channel)
-        try:
-            register = RegisterReplicaRequest(replica=self._request.replica, spec=encode_spec(self._spec))
-            stub.RegisterReplica(register, timeout=OPEN_TIMEOUT_S)
-        except grpc.RpcError as error:
-            raise error_of_rpc(cast(RpcOutcome, error)) from None
+        client = Client(channel, timeout_s=OPEN_TIMEOUT_S, retry=RetryPolicy(attempts=1))
+        register_engine(client, self._request.replica, self._spec)
         stream = _MirrorStream(stub, replace(self._request, nonce=draw_nonce()), self._changed, self._take)
         try:
             opened = stream.opened()

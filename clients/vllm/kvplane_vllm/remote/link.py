@@ -12,6 +12,7 @@ from kvplane.base.errors import DeadlineExceeded, KvplaneError, Moved, NotFound,
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.step import Orders, Part, StepResult
 from kvplane.blocking.client import connect
+from kvplane.blocking.registering import register_engine
 from kvplane.blocking.session import Session
 from kvplane.sansio.owners import Addresses
 from kvplane.sansio.retry import RetryPolicy
@@ -180,7 +181,7 @@ class Link:
 
     def _open(self) -> None:
         name, wait_s = self._settings.target.replica, self._settings.step_timeout_s
-        self._client.register_replica(name, self._spec)
+        register_engine(self._client, name, self._spec)
         retry = RetryPolicy(attempts=None, within_s=wait_s)
         options = {"step_timeout_s": wait_s, "open_timeout_s": wait_s, "retry": retry}
         if self._memory is not None:

@@ -1,0 +1,52 @@
+"""Registers the replica of an engine that starts, also if its pool has another number of blocks than before."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvplane.base.errors import AlreadyExists, Unavailable
+from kvplane.base.groups import ReplicaSpec
+from kvplane.v1 import allocation_pb2
+from kvplane.wire import decode_spec
+
+if TYPE_CHECKING:
+    from kvplane.blocking.client import Client
+
+# No stream writes the replica.
+_FREE = (
+    allocation_pb2.REPLICA_STATE_IDLE,
+    allocation_pb2.REPLICA_STATE_LAPSED,
+    allocation_pb2.REPLICA_STATE_RECOVERING,
+)
+_log = logging.getLogger("kvplane.registering")
+
+
+def register_engine(client: Client, name: str, spec: ReplicaSpec) -> None:
+    """Register a replica. If it exists and only its number of blocks (and the watermark, a part of them) differs, it is
+    replaced: an engine that measures its free memory finds another number in each life, and its cache starts empty.
+
+    The epoch of the description guards the removal: a session that opens meanwhile keeps the replica.
+
+    Raises:
+        AlreadyExists: a replica of this name has other settings, or workers.
+        Unavailable: a session of the replica with the other number is open; try again when it has ended.
+    """
+    try:
+        client.register_replica(name, spec)
+    except AlreadyExists:
+        found = client.describe_replica(name)
+        registered = decode_spec(found.spec)
+        counts = {"num_blocks": spec.num_blocks, "watermark_blocks": spec.watermark_blocks}
+        if found.workers or replace(registered, **counts).normalized != spec.normalized:  # type: ignore[arg-type]
+            raise
+        if found.state not in _FREE:
+            raise Unavailable(
+                f"a session of {name} with {registered.num_blocks} blocks is open, this engine has {spec.num_blocks}",
+                field="replica",
+                remedy="end the other engine, or give this one a name of its own",
+            ) from None
+        client.deregister_replica(name, found.epoch)
+        client.register_replica(name, spec)
+        _log.warning("%s had %d blocks and has %d now", name, registered.num_blocks, spec.num_blocks)
