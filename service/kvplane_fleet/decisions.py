@@ -17,10 +17,11 @@ the first one will the third hit. What that saves later is subtracted, as far as
 
 from __future__ import annotations
 
+import heapq
 import logging
 import math
 import secrets
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -38,6 +39,7 @@ from kvplane_fleet.work import Booking, Work
 DELAY_WEIGHT = 2.0
 EXPECTED_S = 2.0  # for which a prompt's entries are expected, or twice the predicted time to its first token
 PUBLISHED_S = 1.0  # after the first token, within which the engine has published them
+OWNERS_SHARE = 2  # one owner may book one part in this number of `max_decisions`
 DOUBTS, DOUBTED_S = 3, 60.0  # unexplained differences within a time, after which a cache is learned again
 TIER_WEIGHT = 0.8  # of a token in host memory or on disk, in the policy `weights`, as llm-d has it
 SHARED_MEMORY = 0.02  # weight of a prompt in the mean of what recent prompts share
@@ -57,6 +59,7 @@ class Ask:
         prompt: the prompt.
         candidates: names of the places that may be chosen; None = all of the model.
         visible: names of the places that its caller may know of; None = all. No cost depends on any other.
+        owner: name of its caller's owner, who has a share of `max_decisions`; "" = the router's own.
         policy: None = the router's.
         book: whether it will be sent to the chosen place.
         output_tokens: tokens that will be generated; 0 = unknown.
@@ -69,6 +72,7 @@ class Ask:
     book: bool = False
     output_tokens: int = 0
     visible: frozenset[str] | None = None
+    owner: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +127,9 @@ class Decisions:
         self._chooser = Chooser(Random(secrets.randbits(64)))
         self._prior = Prior(settings.prefill_tokens_per_s, settings.decode_s)
         self._bookings: dict[str, Booking] = {}
+        self._of_owner = Counter[str]()  # bookings
         self._expected: dict[str, tuple[float, str]] = {}  # by decision: until when, at which place
+        self._due: list[tuple[float, str]] = []  # a heap of these times, and of some that have changed since
         self._shared = 0.5  # part of recent prompts that some group of some place had: how probably a later one shares
         self._doubts: dict[str, deque[float]] = {}
         self.booked: Callable[[str, Ask], None] = _no_one_listens  # takes each place with the prompt sent there
@@ -156,6 +162,12 @@ class Decisions:
         if ask.book and len(self._bookings) >= self.settings.max_decisions:
             raise LimitExceeded(
                 f"{len(self._bookings)} booked prompts have not ended, the maximum",
+                remedy="report the stage ENDED of each, or raise max_decisions",
+            )
+        most = max(self.settings.max_decisions // OWNERS_SHARE, 1)
+        if ask.book and ask.owner and self._of_owner[ask.owner] >= most:
+            raise LimitExceeded(
+                f"{most} booked prompts of {ask.owner} have not ended, the most of one owner",
                 remedy="report the stage ENDED of each, or raise max_decisions",
             )
         claims = {one.place: one for one in self._fleet.claims(ask.model, ask.prompt, keys, ask.visible)}
@@ -230,9 +242,10 @@ class Decisions:
             cost.first_token_s, cost.miss_s,
             min((one.option.cost.first_token_s for one in places[1:]), default=math.inf),
             chosen.claim.inexact, (place.stores, place.removals), now_s, chosen.claim.host + chosen.claim.disk,
-            cost.load_s,
+            cost.load_s, owner=ask.owner,
         )  # fmt: skip
         self._bookings[name] = booking
+        self._of_owner[ask.owner] += 1
         self.booked(booking.place, ask)
         self.work_of(booking.place).book(booking)
         of_place = keys.get(place.domain) if place.domain else None
@@ -241,7 +254,7 @@ class Decisions:
             for one in places:
                 self._fleet.followed[one.claim.place].place.returns.asked(sampled)
             place.expect(name, of_place, booking.num_tokens, chosen.claim.single_group)
-            self._expected[name] = now_s + max(EXPECTED_S, 2 * booking.first_token_s), booking.place
+            self._expect(name, now_s + max(EXPECTED_S, 2 * booking.first_token_s), booking.place)
         return name
 
     def booking(self, name: str) -> Booking:
@@ -272,7 +285,7 @@ class Decisions:
         """A prompt has ended. Returns as `started`."""
         one = self.booking(name)
         cause = self._learn(one, event)
-        del self._bookings[name]
+        self._left(one)
         self.work_of(one.place).end(one, event.at_s, event.output_tokens)
         self._expect_until(name, event.at_s + PUBLISHED_S)
         return cause
@@ -302,20 +315,35 @@ class Decisions:
     def _expect_until(self, name: str, at_s: float) -> None:
         if name in self._expected:
             until, place = self._expected[name]
-            self._expected[name] = min(until, at_s), place
+            self._expect(name, min(until, at_s), place)
+
+    def _expect(self, name: str, until_s: float, place: str) -> None:
+        self._expected[name] = until_s, place
+        heapq.heappush(self._due, (until_s, name))
 
     def sweep(self) -> None:
         """Forget what is no longer expected, and prompts that no client reports on."""
         now_s = self._clock()
-        for name, (_, place) in [item for item in self._expected.items() if item[1][0] <= now_s]:
+        while self._due and self._due[0][0] <= now_s:
+            until_s, name = heapq.heappop(self._due)
+            known_s, place = self._expected.get(name, (math.inf, ""))
+            if known_s != until_s:
+                continue  # it was changed, or swept
             del self._expected[name]
             if place in self._fleet.followed:
                 self._fleet.followed[place].place.expected.forget(name)
-        for name, one in list(self._bookings.items()):
+        while self._bookings:
+            one = next(iter(self._bookings.values()))
             if one.at_s + self.settings.forget_after_s > now_s:
                 break
-            del self._bookings[name]
+            self._left(one)
             self.work_of(one.place).forget(one)
+
+    def _left(self, one: Booking) -> None:
+        del self._bookings[one.name]
+        self._of_owner[one.owner] -= 1
+        if not self._of_owner[one.owner]:
+            del self._of_owner[one.owner]
 
 
 def _no_one_listens(place: str, ask: Ask) -> None:

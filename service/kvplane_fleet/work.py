@@ -40,6 +40,7 @@ class Booking:
         load_s: predicted time for that.
         started_s, token_s: when it began, and when its first token came; None before.
         in_flight: prompts in flight at the place when its first token came.
+        owner: name of the owner who booked it.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Booking:
     token_s: float | None = None
     in_flight: int = 0
     cached: int | None = None
+    owner: str = ""
 
     @property
     def claimed(self) -> int:

@@ -16,6 +16,7 @@ from kvplane_fleet.faults import Fault
 from kvplane_fleet.fleet import Prompt
 from kvplane_fleet.hits import HitRule
 from kvplane_fleet.policies import Policy
+from kvplane_fleet.router.watching import MAX_OF_OWNER, Watching
 from kvplane_tools.replay.workloads import Span, TokenSource, TraceRequest
 from tests.bench.policies import replay
 from tests.router.fleets import BLOCK, GROUPS, Scene, chosen, tokens
@@ -267,6 +268,35 @@ def test_bookings_are_limited_expire_and_are_reported_once():
     scene.decisions.sweep()
     assert scene.decisions.work_of("a").in_flight == 0
     assert scene.decisions.work_of("a").truth.unreported == 2
+
+
+def test_an_owner_books_its_share_and_leaves_the_rest_to_others():
+    scene = Scene("a", max_decisions=8, forget_after_s=50.0)
+    names = [scene.book(tokens(seed, 2), owner="greedy")[1] for seed in range(4)]
+    with pytest.raises(LimitExceeded, match="greedy"):
+        scene.book(tokens(9, 2), owner="greedy")
+    scene.book(tokens(9, 2), owner="other")
+    scene.decisions.ended(names[0], Event(scene.clock()))
+    scene.book(tokens(9, 2), owner="greedy")  # there is room again
+    scene.clock.now_s += 51
+    scene.decisions.sweep()
+    assert not scene.decisions._of_owner
+    assert not scene.decisions._expected
+    assert not scene.place("a").expected
+
+
+async def test_an_owner_watches_its_share_and_leaves_the_rest_to_others():
+    watching, streams = Watching(Scene("a").fleet), []
+    for _ in range(MAX_OF_OWNER):
+        streams.append(watching.watch(["a"], "greedy"))
+        assert (await anext(streams[-1])).place == "a"
+    with pytest.raises(LimitExceeded, match="greedy"):
+        await anext(watching.watch(["a"], "greedy"))
+    streams.append(watching.watch(["a"], "other"))
+    assert (await anext(streams[-1])).place == "a"
+    for one in streams:
+        await one.aclose()
+    assert not watching._watchers
 
 
 def test_unknown_models_and_candidates_and_empty_prompts_are_refused():

@@ -16,6 +16,7 @@ from kvplane_fleet.router import messages
 from kvplane_fleet.router.watching import Watching
 from kvplane_service.auth.gate import CALL
 from kvplane_service.rpc.methods import Context, next_message
+from kvplane_service.rpc.prices import price_of
 from kvplane_service.runtime.executors import Executor
 
 INLINE_TOKENS = 8192  # of a prompt that is hashed on the event loop
@@ -44,10 +45,11 @@ class RoutingServicer:
     async def ScoreStream(self, context: Context) -> None:  # noqa: N802
         """See routing.proto. A stream without requests for long costs one task."""
         while (raw := await self._next(context)) is not None:
-            if (owed_ms := CALL.get().owe(len(raw))) > 0:
-                await asyncio.sleep(owed_ms / 1000)
             try:
-                answer = pb.ScoreStreamResponse(response=await self._score(parse(pb.ScoreStreamRequest, raw).request))
+                await _pay(len(raw))
+                request = parse(pb.ScoreStreamRequest, raw).request
+                await _pay(price_of(request, len(raw)) - len(raw))
+                answer = pb.ScoreStreamResponse(response=await self._score(request))
             except KvplaneError as error:
                 answer = pb.ScoreStreamResponse(error=messages.encode_error(error))
             await context.write(answer.SerializeToString())
@@ -89,7 +91,7 @@ class RoutingServicer:
             for name, one in self._fleet.followed.items()
             if request.model in ("", one.place.settings.model) and is_visible(name)
         ]
-        async for message in self._watching.watch(names):
+        async for message in self._watching.watch(names, CALL.get().owner.name):
             yield message
 
     async def _score(self, request: pb.ScoreRequest) -> pb.ScoreResponse:
@@ -105,7 +107,7 @@ class RoutingServicer:
             allowed = visible if ask.candidates is None else visible & ask.candidates
             if not allowed:
                 raise NotFound(f"no place has the model {ask.model[:140]!r}", field="model")
-            seen = replace(ask, candidates=allowed, visible=visible)
+            seen = replace(ask, candidates=allowed, visible=visible, owner=CALL.get().owner.name)
         return self._decisions.score(seen, await self._keys(seen))
 
     async def _keys(self, ask: Ask) -> Keys:
@@ -151,3 +153,9 @@ class RoutingServicer:
 def is_visible(place: str) -> bool:
     """Return whether the caller's owner may use a place; it learns nothing of the others."""
     return CALL.get().owner.may_use(place, "")
+
+
+async def _pay(num_bytes: int) -> None:
+    """Count what a message of a stream costs, and wait while the owner has used up its allowance."""
+    if (owed_ms := CALL.get().owe(num_bytes)) > 0:
+        await asyncio.sleep(owed_ms / 1000)

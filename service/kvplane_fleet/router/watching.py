@@ -18,15 +18,17 @@ from kvplane_fleet.places import Place
 from kvplane_fleet.router import messages
 from kvplane_fleet.wire.events import Cleared, Event, GroupFormat, Removed, Stored, Tier
 
-MAX_WATCHERS = 16
-MAX_BYTES = 64 << 20  # of changes that wait for a watcher
+MAX_WATCHERS = 64
+MAX_OF_OWNER = 16
+MAX_BYTES = 16 << 20  # of changes that wait for a watcher
 KEYS_AT_ONCE = 1 << 15
 
 
 class _Watcher:
     """What waits to be sent to one caller."""
 
-    def __init__(self) -> None:
+    def __init__(self, owner: str) -> None:
+        self.owner = owner
         self.waiting: deque[pb.WatchIndexResponse] = deque()
         self.bytes = 0
         self.woken = asyncio.Event()
@@ -62,13 +64,16 @@ class Watching:
             one.has_ended = True
             one.woken.set()
 
-    async def watch(self, names: Sequence[str]) -> AsyncGenerator[pb.WatchIndexResponse]:
-        """Yield the entries of the places, then their changes. Raises LimitExceeded if there are MAX_WATCHERS, or if
-        MAX_BYTES wait; Unavailable once the router ends.
+    async def watch(self, names: Sequence[str], owner: str = "") -> AsyncGenerator[pb.WatchIndexResponse]:
+        """Yield the entries of the places, then their changes. Raises LimitExceeded if there are MAX_WATCHERS,
+        MAX_OF_OWNER of this owner, or if MAX_BYTES wait; Unavailable once the router ends.
         """
+        if sum(one.owner == owner for one in self._watchers) >= MAX_OF_OWNER:
+            what = f"{MAX_OF_OWNER} calls of {owner or 'one owner'} watch the index, the most of one owner"
+            raise LimitExceeded(what, remedy="end one of them")
         if len(self._watchers) >= MAX_WATCHERS:
             raise LimitExceeded(f"{MAX_WATCHERS} calls watch the index, the maximum", remedy="end one of them")
-        watcher, places = _Watcher(), list[Place]()
+        watcher, places = _Watcher(owner), list[Place]()
         self._watchers.append(watcher)
         try:
             for name in names:

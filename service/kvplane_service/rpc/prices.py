@@ -24,7 +24,7 @@ HASH_BYTES = 32
 BLOCK_BYTES = 8  # of a pool that is built, or passed over
 DECISION_BYTES = 2048  # of a decision log that is read, and its size
 BYTE_NS = 30  # of the effort of a step, estimated for the core that applies it
-_COUNTED = ("content", "appended", "block_ids")
+_COUNTED = ("content", "appended", "prompt", "block_ids")
 
 
 def reserve(num_bytes: int) -> int:
@@ -37,5 +37,10 @@ def price_of(request: Message, num_bytes: int) -> int:
     known = request.DESCRIPTOR.fields_by_name
     fields: dict[str, Any] = {name: getattr(request, name) for name in _COUNTED if name in known}
     items = HASH_BYTES * len(fields.pop("block_ids", ()))
-    items += sum(TOKEN_BYTES * len(each.token_ids) + HASH_BYTES * len(each.hashes) for each in fields.values())
+    items += sum(map(_items_of, fields.values()))
     return CALL_BYTES + max(num_bytes, items)
+
+
+def _items_of(content: Any) -> int:  # noqa: ANN401 - the contents of several messages
+    hashes = len(content.hashes) if hasattr(content, "hashes") else 0  # a prompt has keys, which count their length
+    return TOKEN_BYTES * len(content.token_ids) + HASH_BYTES * hashes

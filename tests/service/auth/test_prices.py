@@ -13,9 +13,10 @@ import kvplane
 from kvplane.base.errors import InvalidArgument, QuotaExceeded
 from kvplane.base.step import Step
 from kvplane.session.rows import AdmitRow, NewsRow, PeekRow, part_of
-from kvplane.v1 import admin_pb2
+from kvplane.v1 import admin_pb2, routing_pb2
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.auth.quotas import Quotas
+from kvplane_service.rpc import prices
 from kvplane_service.rpc.prices import (
     BLOCK_BYTES,
     BYTE_NS,
@@ -98,12 +99,26 @@ def test_tokens_count_four_bytes_and_hashes_their_size():
         (pb.CommitBlocksRequest(appended=content), 1000 * TOKEN_BYTES),
         (pb.FindCacheHitRequest(content={"hashes": [b""] * 500}), 500 * HASH_BYTES),
         (pb.EvictBlocksRequest(block_ids=[1] * 500), 500 * HASH_BYTES),
+        (routing_pb2.ScoreRequest(prompt={"token_ids": [1] * 1000}), 1000 * TOKEN_BYTES),
         (pb.DescribeReplicaRequest(replica="r"), 3),
         (pb.RegisterReplicaRequest(replica="r" * 5000), 5003),
     ):
         assert price_of(request, request.ByteSize()) == CALL_BYTES + items, request
         if "token_ids" in str(request):
             assert reserve(request.ByteSize()) >= price_of(request, request.ByteSize())
+
+
+def test_every_message_with_tokens_or_hashes_counts_them():
+    """A field of a request that has them, under whatever name, is in the price."""
+    for service in (pb.DESCRIPTOR.services_by_name["Allocation"], admin_pb2.DESCRIPTOR.services_by_name["Admin"],
+                    routing_pb2.DESCRIPTOR.services_by_name["Routing"]):  # fmt: skip
+        for method in service.methods:
+            if method.client_streaming:
+                continue
+            for field in method.input_type.fields:
+                inner = list(field.message_type.fields_by_name) if field.message_type else []
+                if {"token_ids", "hashes"} & set(inner):
+                    assert field.name in prices._COUNTED, f"{method.full_name}: {field.name}"
 
 
 def test_tokens_of_a_byte_count_as_in_a_session(counted):
