@@ -41,6 +41,6 @@ def price_of(request: Message, num_bytes: int) -> int:
     return CALL_BYTES + max(num_bytes, items)
 
 
-def _items_of(content: Any) -> int:  # noqa: ANN401 - the contents of several messages
-    hashes = len(content.hashes) if hasattr(content, "hashes") else 0  # a prompt has keys, which count their length
-    return TOKEN_BYTES * len(content.token_ids) + HASH_BYTES * hashes
+def _items_of(content: object) -> int:
+    """Return what tokens and hashes count; none are in a text, nor in the keys of a prompt, which count their length."""
+    return TOKEN_BYTES * len(getattr(content, "token_ids", ())) + HASH_BYTES * len(getattr(content, "hashes", ()))

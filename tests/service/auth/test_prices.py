@@ -100,6 +100,7 @@ def test_tokens_count_four_bytes_and_hashes_their_size():
         (pb.FindCacheHitRequest(content={"hashes": [b""] * 500}), 500 * HASH_BYTES),
         (pb.EvictBlocksRequest(block_ids=[1] * 500), 500 * HASH_BYTES),
         (routing_pb2.ScoreRequest(prompt={"token_ids": [1] * 1000}), 1000 * TOKEN_BYTES),
+        (front_ends_pb2.GetPodScoresRequest(prompt="x" * 1000), 1003),
         (pb.DescribeReplicaRequest(replica="r"), 3),
         (pb.RegisterReplicaRequest(replica="r" * 5000), 5003),
     ):
