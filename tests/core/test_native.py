@@ -71,7 +71,7 @@ def test_lookups_with_arguments_that_no_caller_validated_are_refused():
     with pytest.raises(AssertionError, match="more than 32 bytes"):
         replica.lookup([bytes(64)], "", 100)
     for slot in (-1, 1 << 14):
-        with pytest.raises(ValueError, match="range"):
+        with pytest.raises(InvalidArgument, match="has no request"):
             replica.peek_slot(slot)
 
 

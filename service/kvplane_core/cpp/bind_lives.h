@@ -134,14 +134,6 @@ inline PyObject* TakeEvents(PyObject*, PyObject* arguments) {
     });
 }
 
-// add_cleared(core): appends the event that no key is left
-inline PyObject* AddCleared(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        CoreOf(At(arguments, 0)).replica.blocks.pool.AddEvent({.kind = kCleared});
-        Py_RETURN_NONE;
-    });
-}
-
 // store_empty_ranges(core): registrations without a block emit events from now on
 inline PyObject* StoreEmptyRanges(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {

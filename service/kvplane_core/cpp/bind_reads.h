@@ -32,33 +32,50 @@ PyObject* LookUp(Core& core, Int num_hashes, F&& find) {
     return Tuple(ToPy(hit.num_tokens), ToPy(hit.single_group_hit), ToPy(hit.blocks));
 }
 
-// find(core, digests joined, size of one, domain, max_tokens) -> (tokens, single group hit, blocks per group)
+// The hashes of a row, which a Python sequence of bytes has. False if they have several sizes.
+inline bool ReadDigests(PyObject* sequence, std::vector<uint8_t>* joined, size_t* digest_size, Int* count) {
+    joined->clear();
+    *digest_size = 0;
+    *count = 0;
+    bool equal = true;
+    ForEach(sequence, [&](PyObject* one) {
+        char* data = nullptr;
+        Py_ssize_t size = 0;
+        Check(PyBytes_AsStringAndSize(one, &data, &size) == 0);
+        equal &= size > 0 && (*count == 0 || *digest_size == static_cast<size_t>(size));
+        *digest_size = static_cast<size_t>(size);
+        ++*count;
+        joined->insert(joined->end(), data, data + size);
+    });
+    return equal;
+}
+
+// find(core, digests: joined or a sequence, size of one, domain, max_tokens, longest or -1) -> (tokens, single group
+// hit, blocks per group), of keys that other clients may use; with a longest hit of those that the replica's own
+// requests may use
 inline PyObject* Find(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
         Core& core = CoreOf(At(arguments, 0));
         Digests digests;
         std::string domain;
-        FromPy(At(arguments, 1), &digests.bytes);
-        FromPy(At(arguments, 2), &digests.size);
+        if (PyBytes_Check(At(arguments, 1))) {
+            FromPy(At(arguments, 1), &digests.bytes);
+            FromPy(At(arguments, 2), &digests.size);
+        } else {
+            Int count = 0;
+            Check(ReadDigests(At(arguments, 1), &digests.bytes, &digests.size, &count));
+        }
         FromPy(At(arguments, 3), &domain);
         Replica& replica = core.replica;
         uint32_t id = kUnknownDomain;
         replica.blocks.pool.pairs.Known(domain, &id);
-        const Int most = Number(At(arguments, 4));
-        const auto find = [&] { return replica.blocks.lookup->Find(digests, id, most, replica.Horizon()); };
+        const Int most = Number(At(arguments, 4)), longest = Number(At(arguments, 5));
+        const PrefixLookup& lookup = *replica.blocks.lookup;
+        const auto find = [&] {
+            return longest < 0 ? lookup.Find(digests, id, most, replica.Horizon())
+                               : lookup.Find(digests, id, most, kInside, longest);
+        };
         return LookUp(core, digests.count(), find);
-    });
-}
-
-// peek(core, slot) -> as find
-inline PyObject* PeekSlot(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        Core& core = CoreOf(At(arguments, 0));
-        const Int slot = Number(At(arguments, 1));
-        Coordinator& blocks = core.replica.blocks;
-        Check(slot >= 0 && slot < blocks.requests.size());
-        const Int num_hashes = blocks.requests.IsLive(slot) ? blocks.requests.content[slot].count() : Int{0};
-        return LookUp(core, num_hashes, [&] { return blocks.FindHit(slot); });
     });
 }
 
@@ -91,38 +108,8 @@ inline PyObject* LiveSlots(PyObject*, PyObject* arguments) {
     });
 }
 
-// request(core, slot) -> (request id, hashes joined, size of one, blocks that a transfer holds)
-inline PyObject* RequestOf(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        const Replica& replica = CoreOf(At(arguments, 0)).replica;
-        const Int slot = Number(At(arguments, 1));
-        const Requests& requests = replica.blocks.requests;
-        if (!requests.IsLive(slot)) return Tuple(ToPy(std::string()), ToPy(std::vector<uint8_t>()), ToPy(0), ToPy(0));
-        const auto held = replica.tracker.held.find(slot);
-        return Tuple(ToPy(requests.request_id[slot]), ToPy(requests.content[slot].bytes),
-                     ToPy(requests.content[slot].size),
-                     ToPy(held == replica.tracker.held.end() ? Int{0} : static_cast<Int>(held->second.size())));
-    });
-}
-
-// group_blocks(core, slot) -> number of blocks of a live request by group
-inline PyObject* GroupBlocks(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        const Coordinator& blocks = CoreOf(At(arguments, 0)).replica.blocks;
-        const Int slot = Number(At(arguments, 1));
-        Require(blocks.requests.IsLive(slot), "the slot has no request");
-        Column counts;
-        for (const auto& one : blocks.managers) {
-            const BlockList& mine = one->table[slot];
-            counts.push_back(static_cast<Int>(mine.size()) -
-                             static_cast<Int>(std::count(mine.begin(), mine.end(), kNullBlock)));
-        }
-        return ToPy(counts);
-    });
-}
-
-// keys(core, blocks) -> per block (stamp, key_step, [((pair, digest), tokens), ...]), the primary key first; of a slot
-// of a tier its version and its key, with 0 tokens
+// keys(core, blocks) -> per block (stamp, key_step, [((pair, digest), tokens), ...], references), the primary key
+// first; of a slot of a tier its version and its key, with 0 tokens
 inline PyObject* KeysOf(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
         const Coordinator& core = CoreOf(At(arguments, 0)).replica.blocks;
@@ -139,11 +126,12 @@ inline PyObject* KeysOf(PyObject*, PyObject* arguments) {
                 std::vector<NamedKey> keys;
                 if (slot.version)
                     keys.emplace_back(core.tiers.each[static_cast<size_t>(slot.tier)].KeyOf(slot.slot), 0);
-                PyList_SetItem(list.get(), at++, Tuple(ToPy(slot.version), ToPy(Int{0}), ToPy(keys)));
+                PyList_SetItem(list.get(), at++, Tuple(ToPy(slot.version), ToPy(Int{0}), ToPy(keys), ToPy(Int{0})));
                 continue;
             }
             PyList_SetItem(list.get(), at++,
-                           Tuple(ToPy(pool.stamp[block]), ToPy(pool.key_step[block]), ToPy(AllKeysOf(pool, block))));
+                           Tuple(ToPy(pool.stamp[block]), ToPy(pool.key_step[block]), ToPy(AllKeysOf(pool, block)),
+                                 ToPy(pool.references[block])));
         }
         return list.Release();
     });
@@ -217,14 +205,17 @@ inline PyObject* AlignChunkOf(PyObject*, PyObject* arguments) {
     });
 }
 
-// numbers(core) -> (seq, epoch, executed_through, num_free, num_evictable, num_running, blocks that are slack)
+// numbers(core) -> (seq, epoch, executed_through, num_free, num_evictable, num_running, blocks that are slack, retained
+// prefixes, retained keys, events that no answer has)
 inline PyObject* Numbers(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
         const Replica& replica = AnyCoreOf(At(arguments, 0)).replica;
         const BlockPool& pool = replica.blocks.pool;
         return Tuple(ToPy(replica.seq), ToPy(pool.epoch), ToPy(pool.executed_through), ToPy(pool.num_free()),
                      ToPy(pool.num_evictable), ToPy(replica.blocks.requests.num_running),
-                     ToPy(pool.split ? pool.split->num_bare() : Int{0}));
+                     ToPy(pool.split ? pool.split->num_bare() : Int{0}),
+                     ToPy(static_cast<Int>(pool.retained.each().size())), ToPy(pool.retained.num_keys()),
+                     ToPy(static_cast<Int>(pool.events.rows.size())));
     });
 }
 
@@ -312,14 +303,6 @@ inline PyObject* FreeOrder(PyObject*, PyObject* arguments) {
         const BlockList retained = pool.retained.Order();
         order.insert(order.end(), retained.begin(), retained.end());
         return ToPy(order);
-    });
-}
-
-// retained(core) -> (prefixes, keys) that are retained
-inline PyObject* CountRetained(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        const RetainedBlocks& retained = AnyCoreOf(At(arguments, 0)).replica.blocks.pool.retained;
-        return Tuple(ToPy(static_cast<Int>(retained.each().size())), ToPy(retained.num_keys()));
     });
 }
 

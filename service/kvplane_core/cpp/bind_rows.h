@@ -10,24 +10,6 @@ inline OpenStep& RowsOf(Core& core) {
     return *core.rows;
 }
 
-// The hashes of a row, which a Python sequence of bytes has. False if they have several sizes.
-inline bool ReadDigests(PyObject* sequence, std::vector<uint8_t>* joined, size_t* digest_size, Int* count) {
-    joined->clear();
-    *digest_size = 0;
-    *count = 0;
-    bool equal = true;
-    ForEach(sequence, [&](PyObject* one) {
-        char* data = nullptr;
-        Py_ssize_t size = 0;
-        Check(PyBytes_AsStringAndSize(one, &data, &size) == 0);
-        equal &= size > 0 && (*count == 0 || *digest_size == static_cast<size_t>(size));
-        *digest_size = static_cast<size_t>(size);
-        ++*count;
-        joined->insert(joined->end(), data, data + size);
-    });
-    return equal;
-}
-
 inline PyObject* TakeParts(OpenStep& rows) {
     Owned list(PyList_New(static_cast<Py_ssize_t>(rows.finished.size())));
     Py_ssize_t at = 0;
@@ -239,21 +221,6 @@ inline PyObject* IsGranted(PyObject*, PyObject* arguments) {
     });
 }
 
-// find_inside(core, digests, max_tokens, longest) -> as find; digests: a sequence of bytes, in the domain ""
-inline PyObject* FindInside(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        Core& core = CoreOf(At(arguments, 0));
-        Digests digests;
-        Int count = 0;
-        Check(ReadDigests(At(arguments, 1), &digests.bytes, &digests.size, &count));
-        const Int most = Number(At(arguments, 2)), longest = Number(At(arguments, 3));
-        uint32_t id = kUnknownDomain;
-        core.replica.blocks.pool.pairs.Known(std::string(), &id);
-        const PrefixLookup& lookup = *core.replica.blocks.lookup;
-        return LookUp(core, count, [&] { return lookup.Find(digests, id, most, kInside, longest); });
-    });
-}
-
 // look_up(core, slot, limit) -> as find, or None: the slot has no request
 inline PyObject* LookUpSlot(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
@@ -291,32 +258,6 @@ inline PyObject* TablesOf(PyObject*, PyObject* arguments) {
     });
 }
 
-// block(core, block) -> (references, stamp, key_step, tokens of the primary key, this key or None)
-// A key is (domain, group, digest).
-inline PyObject* BlockOf(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        const BlockPool& pool = CoreOf(At(arguments, 0)).replica.blocks.pool;
-        const Int block = Number(At(arguments, 1));
-        Check(block >= 0 && block < pool.num_blocks);
-        const auto at = static_cast<Block>(block);
-        const Key& key = pool.records[at].key;
-        PyObject* named = pool.HasKey(at) ? Tuple(ToPy(pool.pairs.Name(key.pair)), ToPy(pool.pairs.Group(key.pair)),
-                                                  ToPy(key.digest))
-                                          : Py_NewRef(Py_None);
-        return Tuple(ToPy(pool.references[at]), ToPy(pool.stamp[at]), ToPy(pool.key_step[at]),
-                     ToPy(pool.records[at].tokens), named);
-    });
-}
-
-// held(core, slot) -> blocks that a transfer of an ended request reads, in the order of their release
-inline PyObject* HeldOf(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        const InFlightTracker& tracker = CoreOf(At(arguments, 0)).replica.tracker;
-        const auto held = tracker.held.find(Number(At(arguments, 1)));
-        return ToPy(held == tracker.held.end() ? BlockList() : held->second);
-    });
-}
-
 inline const GroupManager& ManagerOf(PyObject* arguments) {
     const Coordinator& blocks = CoreOf(At(arguments, 0)).replica.blocks;
     const Int group = Number(At(arguments, 1));
@@ -324,28 +265,42 @@ inline const GroupManager& ManagerOf(PyObject* arguments) {
     return *blocks.managers[static_cast<size_t>(group)];
 }
 
-// of_group(core, group, slot) -> (registered blocks, (index, block) of a state or hit that is copied before a write,
-// whether a state was allocated, (length, index, end) of the state inside the last chunk); None where there is none
-inline PyObject* OfGroup(PyObject*, PyObject* arguments) {
+// (registered blocks, (index, block) of a state or hit that is copied before a write, whether a state was allocated,
+// (length, index, end) of the state inside the last chunk) of a request in a group; None where there is none
+inline PyObject* OfGroup(const GroupManager& manager, Int slot) {
+    const auto partial = manager.partial_hit.find(slot);
+    const Owned copied(partial == manager.partial_hit.end() ? Py_NewRef(Py_None) : ToPy(partial->second));
+    if (manager.spec.kind != kAlignedState)
+        return Tuple(ToPy(manager.num_cached[slot]), Py_NewRef(copied.get()), Py_NewRef(Py_False), Py_NewRef(Py_None));
+    const auto& states = static_cast<const AlignedStateManager&>(manager);
+    const auto found = states.last_checkpoints.find(slot);
+    PyObject* checkpoint = nullptr;
+    if (found == states.last_checkpoints.end()) {
+        checkpoint = Py_NewRef(Py_None);
+    } else {
+        const auto& [length, index, end] = found->second;
+        checkpoint = Tuple(ToPy(length), ToPy(index), ToPy(end));
+    }
+    return Tuple(ToPy(manager.num_cached[slot]), Py_NewRef(copied.get()), PyBool_FromLong(states.has_allocated[slot]),
+                 checkpoint);
+}
+
+// request(core, slot) -> (request id, hashes joined, size of one, blocks that a transfer of an ended request reads in
+// the order of their release, OfGroup by group)
+inline PyObject* RequestOf(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
-        const GroupManager& manager = ManagerOf(arguments);
-        const Int slot = Number(At(arguments, 2));
-        Check(slot >= 0 && slot < static_cast<Int>(manager.table.size()));
-        const auto partial = manager.partial_hit.find(slot);
-        PyObject* copied = partial == manager.partial_hit.end() ? Py_NewRef(Py_None) : ToPy(partial->second);
-        PyObject* checkpoint = Py_NewRef(Py_None);
-        bool allocated = false;
-        if (manager.spec.kind == kAlignedState) {
-            const auto& states = static_cast<const AlignedStateManager&>(manager);
-            allocated = states.has_allocated[slot] != 0;
-            const auto found = states.last_checkpoints.find(slot);
-            if (found != states.last_checkpoints.end()) {
-                const auto& [length, index, end] = found->second;
-                Py_DECREF(checkpoint);
-                checkpoint = Tuple(ToPy(length), ToPy(index), ToPy(end));
-            }
-        }
-        return Tuple(ToPy(manager.num_cached[slot]), copied, PyBool_FromLong(allocated), checkpoint);
+        const Replica& replica = CoreOf(At(arguments, 0)).replica;
+        const Int slot = Number(At(arguments, 1));
+        const Requests& requests = replica.blocks.requests;
+        Check(slot >= 0 && slot < requests.size());
+        const auto held = replica.tracker.held.find(slot);
+        Owned groups(PyList_New(0));
+        for (const auto& one : replica.blocks.managers) Append(groups, OfGroup(*one, slot));
+        const bool is_live = requests.IsLive(slot);
+        return Tuple(ToPy(is_live ? requests.request_id[slot] : std::string()),
+                     ToPy(is_live ? requests.content[slot].bytes : std::vector<uint8_t>()),
+                     ToPy(is_live ? requests.content[slot].size : size_t{0}),
+                     ToPy(held == replica.tracker.held.end() ? BlockList() : held->second), groups.Release());
     });
 }
 
@@ -401,12 +356,6 @@ inline PyObject* TouchBlocks(PyObject*, PyObject* arguments) {
             return Py_NewRef(Py_None);
         });
     });
-}
-
-// has_events(core): whether there are events that no answer has
-inline PyObject* HasEvents(PyObject*, PyObject* arguments) {
-    return Guarded(
-        [&]() -> PyObject* { return PyBool_FromLong(!CoreOf(At(arguments, 0)).replica.blocks.pool.events.empty()); });
 }
 
 }  // namespace kvplane

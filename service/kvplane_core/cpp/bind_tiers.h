@@ -87,11 +87,12 @@ inline PyObject* TakeTierEvents(PyObject*, PyObject* arguments) {
     });
 }
 
-// clear_tiers(core): forgets all keys, without events
-inline PyObject* ClearTiers(PyObject*, PyObject* arguments) {
+// lose_tiers(core): forgets all keys of the tiers; the only event is that no key is left
+inline PyObject* LoseTiers(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
         return Change(CoreOf(At(arguments, 0)), [](Replica& replica) {
             replica.blocks.tiers.Clear();
+            if (replica.spec.events) replica.blocks.pool.AddEvent({.kind = kCleared});
             return Py_NewRef(Py_None);
         });
     });

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from kvplane.base.groups import CommitRule, ReplicaSpec
+from kvplane.base.groups import NULL_BLOCK, CommitRule, ReplicaSpec
 from kvplane.base.hashing import HashScheme, PackedHashes
 from kvplane.base.step import (
     CacheEvent,
@@ -38,7 +38,7 @@ from kvplane_core.face.interface import (
     ReplicaCore,
 )
 from kvplane_core.face.native.hashers import Hashers
-from kvplane_core.face.native.open_step import NativeOpenStep
+from kvplane_core.face.native.open_step import NativeOpenStep, hit_of
 from kvplane_core.face.native.published import events_of_keys, published
 from kvplane_core.face.native.row_views import NativeCoordinator, NativeTracker
 from kvplane_core.face.native.settings import of_group, of_hashes, of_tiers, settings
@@ -190,9 +190,7 @@ class NativeReplica:
         core = self._core
         if not stamp_table and self._keeps_keys:
             self._keeps_keys = False
-            _native.clear_tiers(core)
-            if self.spec.events:
-                _native.add_cleared(core)
+            _native.lose_tiers(core)
         shown = None
         if self._keeps_keys:
             shown = stamp_table if isinstance(stamp_table, array | memoryview) else array("Q", stamp_table)
@@ -297,13 +295,12 @@ class NativeReplica:
         else:
             assert len(set(map(len, digests))) < 2, "hashes of one scheme have one size"
             joined, size = b"".join(digests), len(digests[0]) if digests else 0
-        tokens, single, blocks = _native.find(self._core, joined, size, domain, num_tokens - 1)
+        tokens, single, blocks = _native.find(self._core, joined, size, domain, num_tokens - 1, -1)
         return Hit(tokens, single, tuple(blocks))
 
     def peek_slot(self, slot: int) -> Hit:
         """Return the hit that an admission of this request would find now, see `Replica.peek_slot`."""
-        tokens, single, blocks = _native.peek(self._core, slot)
-        return Hit(tokens, single, tuple(blocks))
+        return hit_of(self._core, slot)
 
     def cached_columns(self, digests: Sequence[bytes], domain: str) -> list[bytes]:
         """Return, by group, where the cache has the keys of these hash blocks, see `Replica.cached_columns`."""
@@ -378,11 +375,12 @@ class NativeReplica:
 
     def count_held(self, slot: int) -> int:
         """Count the blocks that are held for the transfer of an ended request."""
-        return _native.request(self._core, slot)[3]
+        return len(_native.request(self._core, slot)[3])
 
     def group_blocks(self, slot: int) -> list[int]:
         """Count the blocks of a request by group."""
-        return _native.group_blocks(self._core, slot)
+        assert self.requests.is_live(slot), "the slot has no request"
+        return [len(table) - table.count(NULL_BLOCK) for table in _native.tables(self._core, slot)]
 
     def count_granted(self, seq: int) -> int:
         """Count the requests to which a step in flight granted tokens; 0 for other steps."""
@@ -411,13 +409,13 @@ class NativeReplica:
     @property
     def block_counts(self) -> BlockCounts:
         """Number of blocks by state."""
-        _, _, _, num_free, num_evictable, _, slack = _native.numbers(self._core)
+        _, _, _, num_free, num_evictable, _, slack, *_ = _native.numbers(self._core)
         return BlockCounts.of(self.spec, len(self.busy_blocks), num_free, num_evictable, slack)
 
     @property
     def retained_counts(self) -> tuple[int, int]:
         """Number of retained prefixes, and of the keys of blocks that they name."""
-        return _native.retained(self._core)
+        return _native.numbers(self._core)[7:9]
 
     @property
     def busy_blocks(self) -> tuple[int, ...]:

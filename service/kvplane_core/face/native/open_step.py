@@ -45,6 +45,14 @@ if TYPE_CHECKING:
 _ADMIT_STATUS = tuple(AdmitStatus)
 
 
+def hit_of(core: object, slot: int, limit: int = UNLIMITED) -> Hit:
+    """Return a request's longest cached prefix of at most `limit` tokens."""
+    found = _native.look_up(core, slot, limit)
+    if found is None:
+        raise InvalidArgument(f"slot {slot} has no request", field="slot")
+    return Hit(found[0], found[1], tuple(found[2]))
+
+
 class NativeOpenStep:
     """See `OpenStep`. The rows are recorded only on request."""
 
@@ -96,7 +104,7 @@ class NativeOpenStep:
     @property
     def has_events(self) -> bool:
         """Whether there are cache events that no complete result has."""
-        return _native.has_events(self._core)
+        return _native.numbers(self._core)[9] > 0
 
     def is_granted(self, slot: int) -> bool:
         """Whether the slot runs in this step."""
@@ -157,10 +165,7 @@ class NativeOpenStep:
 
     def look_up(self, slot: int, limit: int = UNLIMITED) -> Hit:
         """Find the request's longest cached prefix of at most `limit` tokens. Changes nothing."""
-        found = _native.look_up(self._core, slot, limit)
-        if found is None:
-            raise InvalidArgument(f"slot {slot} has no request", field="slot")
-        return Hit(found[0], found[1], tuple(found[2]))
+        return hit_of(self._core, slot, limit)
 
     def admit(self, slot: int, num_hit: int, num_new: int, terms: AdmitRow = NO_TERMS) -> AdmitStatus:
         """Admit a waiting request: adopt a hit of `num_hit` tokens and grant `num_new` more."""

@@ -16,7 +16,7 @@ def published(core: object, spec: ReplicaSpec, digest_size: int, blocks: list[in
     bare: list[int] = []
     rows: dict[int, list[tuple[int, int, bytes, int]]] = {}
     horizon, domains, stamps = _native.numbers(core)[2], _native.books(core)[6], {}
-    for block, (stamp, step, keys) in zip(blocks, _native.keys(core, blocks), strict=True):
+    for block, (stamp, step, keys, _) in zip(blocks, _native.keys(core, blocks), strict=True):
         stamps[block] = stamp
         if not keys or step > horizon:
             bare.append(block)
@@ -46,7 +46,7 @@ def events_of_keys(core: object, spec: ReplicaSpec) -> Iterator[tuple[int, Cache
     for start in range(1, spec.num_blocks, MAX_HASHES):
         rows: dict[tuple[bool, int, int], list[tuple[bytes, int, int]]] = {}
         blocks = range(start, min(start + MAX_HASHES, spec.num_blocks))
-        for block, (_, step, keys) in zip(blocks, _native.keys(core, blocks), strict=True):
+        for block, (_, step, keys, _) in zip(blocks, _native.keys(core, blocks), strict=True):
             for number, ((pair, digest), num_tokens) in enumerate(keys):
                 kind = (number > 0, step if step > horizon else 0, pair)
                 rows.setdefault(kind, []).append((digest, block, num_tokens))

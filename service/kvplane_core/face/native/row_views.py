@@ -12,6 +12,7 @@ from kvplane.base.step import UNLIMITED
 from kvplane_core.cpp import _native
 from kvplane_core.face.interface import INSIDE, Hit, Need
 from kvplane_core.face.keys import Key
+from kvplane_core.face.native.tiers import unpacker
 from kvplane_core.face.setup import hits_end_in_prompt
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class NativeManager:
         self.num_cached, self.partial_hit, self.has_allocated, self.last_checkpoints = map(self._column, range(4))
 
     def _column(self, number: int) -> _Entries:
-        return _Entries(lambda slot: _native.of_group(self._core, self.group, slot)[number])
+        return _Entries(lambda slot: _native.request(self._core, slot)[4][self.group][number])
 
     def skipped_tokens(self, num_computed: int) -> int:
         """Return the number of leading tokens that the token after `num_computed` tokens does not attend to."""
@@ -87,10 +88,14 @@ class NativePool:
     def __init__(self, replica: NativeReplica) -> None:
         self._replica = replica
         self.num_blocks = replica.spec.num_blocks
-        self.references, self.stamp, self.key_step, self.key_tokens = map(self._column, range(4))
+        self.stamp, self.key_step, _, self.references = map(self._column, range(4))
+        self.key_tokens = _Entries(lambda block: sum(tokens for _, tokens in self._keys(block)[2][:1]))
 
     def _column(self, number: int) -> _Entries:
-        return _Entries(lambda block: _native.block(self._replica.core, block)[number])
+        return _Entries(lambda block: self._keys(block)[number])
+
+    def _keys(self, block: int) -> tuple[int, int, list[tuple[tuple[int, bytes], int]], int]:
+        return _native.keys(self._replica.core, [block])[0]
 
     @property
     def num_free(self) -> int:
@@ -109,7 +114,8 @@ class NativePool:
 
     def key_of(self, block: int) -> Key | None:
         """Return the primary key of a block: domain, group and digest; None if it has none."""
-        return _native.block(self._replica.core, block)[4]
+        keys = self._keys(block)[2]
+        return unpacker(_native.books(self._replica.core)[6], self._replica.spec)(keys[0][0]) if keys else None
 
     def blocks_of(self, key: Key) -> list[int]:
         """Return all blocks that have this key."""
@@ -136,7 +142,7 @@ class NativeTracker:
     """The attributes of an `InFlightTracker`."""
 
     def __init__(self, core: object) -> None:
-        self.held = _Entries(lambda slot: _native.held(core, slot) or None)
+        self.held = _Entries(lambda slot: _native.request(core, slot)[3] or None)
 
 
 class NativeLookup:
@@ -150,7 +156,7 @@ class NativeLookup:
     ) -> Hit:
         """Find the longest cached prefix of at most `longest` tokens, see `PrefixLookup.find`."""
         assert domain == "" and horizon == INSIDE, "an engine reads its own keys"
-        tokens, single, blocks = _native.find_inside(self._core, digests, max_tokens, longest)
+        tokens, single, blocks = _native.find(self._core, digests, 0, "", max_tokens, longest)
         return Hit(tokens, single, tuple(blocks))
 
     def find_each(

@@ -61,7 +61,7 @@ class NativeRequests:
 
     def hashes(self, slot: int) -> Sequence[bytes]:
         """Return the hashes of the request's full hash blocks."""
-        _, joined, size, _ = _native.request(self._core, slot)
+        _, joined, size, *_ = _native.request(self._core, slot)
         return PackedHashes(joined, size or 1)
 
 
