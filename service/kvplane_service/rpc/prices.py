@@ -42,5 +42,5 @@ def price_of(request: Message, num_bytes: int) -> int:
 
 
 def _items_of(content: object) -> int:
-    """Return what tokens and hashes count; none are in a text, nor in the keys of a prompt, which count their length."""
+    """Return what tokens and hashes count. A text has none; keys of a prompt count their length."""
     return TOKEN_BYTES * len(getattr(content, "token_ids", ())) + HASH_BYTES * len(getattr(content, "hashes", ()))

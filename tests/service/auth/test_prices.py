@@ -13,7 +13,7 @@ import kvplane
 from kvplane.base.errors import InvalidArgument, QuotaExceeded
 from kvplane.base.step import Step
 from kvplane.session.rows import AdmitRow, NewsRow, PeekRow, part_of
-from kvplane.v1 import admin_pb2, routing_pb2
+from kvplane.v1 import admin_pb2, front_ends_pb2, routing_pb2
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.auth.quotas import Quotas
 from kvplane_service.rpc import prices
