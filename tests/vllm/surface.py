@@ -5,8 +5,9 @@
     python -m tests.vllm.surface --record         # write surface.txt from the environment of `make vllm-env`
 
 The surface is read from the source, without importing it: what the adapter imports, the members of those classes that
-it names, the methods of the KV cache manager with their parameters, what vLLM itself asks of the KV cache manager, and
-the fields of every specification of a cache. Ends with status 1 if anything changed.
+it names, every name that it can ask of the objects that vLLM gives it, the methods of the KV cache manager with their
+parameters, what vLLM itself asks of the KV cache manager, and the fields of every specification of a cache. Ends with
+status 1 if anything changed.
 """
 
 from __future__ import annotations
@@ -29,6 +30,13 @@ ADAPTER = ROOT / "clients" / "vllm" / "kvplane_vllm"
 RECORDED = Path(__file__).with_name("surface.txt")
 MANAGER = "KVCacheManager"  # the adapter replaces this class: each method counts
 SPECS = "vllm/v1/kv_cache_interface.py"
+# Where the classes are whose objects the adapter reads: scheduler, queues, requests, configuration, outputs, events.
+GIVEN = (
+    "vllm/config/", "vllm/distributed/kv_events.py", "vllm/multimodal/inputs.py", "vllm/lora/request.py",
+    "vllm/v1/core/",
+    "vllm/v1/kv_cache_interface.py", "vllm/v1/metrics/stats.py", "vllm/v1/outputs.py", "vllm/v1/request.py",
+    "vllm/v1/structured_output/", "vllm/v1/worker/gpu_",
+)  # fmt: skip
 ASKS = re.compile(r"\bkv_cache_manager((?:\.\w+)+)")
 Files = dict[str, str]  # path in the package -> source
 
@@ -46,9 +54,26 @@ def adapter_imports() -> set[tuple[str, str]]:
 
 
 def adapter_attributes() -> set[str]:
-    """Every attribute that the adapter names."""
-    nodes = (node for path in ADAPTER.rglob("*.py") for node in ast.walk(ast.parse(path.read_text())))
-    return {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    """Every name that the adapter can ask of an object: attributes, arguments by name, and texts for getattr."""
+    found = set()
+    for path in ADAPTER.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute):
+                found.add(node.attr)
+            elif isinstance(node, ast.keyword) and node.arg:
+                found.add(node.arg)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+                found.add(node.value)
+    return found
+
+
+def _named(files: Files, attributes: set[str]) -> Iterator[str]:
+    """Yield what the adapter names of the classes whose objects vLLM gives it, without an import of these classes."""
+    for path, source in files.items():
+        for node in ast.walk(ast.parse(source)) if path.startswith(GIVEN) else ():
+            if isinstance(node, ast.ClassDef):
+                methods = {one.name for one in node.body if isinstance(one, ast.FunctionDef)}
+                yield from (f"names {path}: {node.name}.{one}" for one in (methods | _fields(node)) & attributes)
 
 
 def surface(files: Files) -> list[str]:
@@ -59,6 +84,7 @@ def surface(files: Files) -> list[str]:
         lines |= set(_imported(files, module, name, attributes))
     for path, source in files.items():
         lines |= {f"asks {path}: kv_cache_manager{asked}" for asked in ASKS.findall(source)}
+    lines |= set(_named(files, attributes))
     for node in ast.parse(files[SPECS]).body:
         if isinstance(node, ast.ClassDef) and node.name.endswith("Spec"):
             lines |= {f"spec {node.name}.{field}" for field in _fields(node)} | {f"spec {node.name}"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.vllm import surface
@@ -33,6 +35,25 @@ def test_every_import_of_the_adapter_is_recorded():
 def test_a_change_in_vllm_changes_the_surface(path, old, new, line):
     before, after = surface.surface(SOURCES), surface.surface(SOURCES | {path: SOURCES[path].replace(old, new)})
     assert any(one.startswith(line) for one in set(after) - set(before))
+
+
+# Names of vLLM that the adapter reads of objects, none of whose classes it imports, and arguments by name.
+READ = (
+    "kv_holding_waiting _pause_state _is_blocked_waiting_status num_waiting_for_streaming_input max_num_active_reqs "
+    "prefill_capacity_bound last_prefill_step local_prefill_interval adaptive_long_prefill_threshold block_hashes "
+    "scheduler_reserve_full_isl num_executed_steps get_request_counts _preempt_request max_num_scheduled_tokens "
+    "num_sampled_tokens_per_step max_num_new_slots_for_drafting records_new_block_ids has_prefill_checkpoint_blocks "
+    "max_admission_blocks_per_request shared_prefix_checkpoint invalid_block_ids attention_groups single_type_managers "
+    "long_prefill_token_threshold mamba_cache_mode is_eagle_group use_eagle enable_partial_hash_hits "
+    "num_in_flight_tokens shared_prefix_boundary lookahead_token_ids data_parallel_index mm_features identifier"
+).split()
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("name", READ)
+def test_a_renamed_name_that_the_adapter_reads_is_seen(name):
+    recorded = surface.RECORDED.read_text().splitlines()
+    assert any(re.search(rf"\b{name}\b", line) for line in recorded if line.startswith(("names", "member")))
 
 
 @pytest.mark.vllm
