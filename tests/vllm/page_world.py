@@ -261,7 +261,7 @@ class World:
         if not spec.num_prefill_checkpoint_blocks:
             return
         unit, size = self.hash_block_size, spec.block_size
-        position = get_mamba_prefill_checkpoint_position(len(client.prompt), unit, False, 0)
+        position = get_mamba_prefill_checkpoint_position(end, unit, False, 0)  # by the launch, as vLLM's workers do
         if is_mamba_prefill_checkpoint_valid(start, end, position, unit, size, spec.prefill_checkpoint_alignment):
             index = -(-end // size) - 2
             if table[index]:
