@@ -18,8 +18,7 @@ from kvplane.base.errors import FailedPrecondition, InvalidArgument
 from kvplane.base.groups import HashAlgorithm
 from kvplane.base.hashing import HashScheme, RequestHasher, block_digest, native, pack_tokens
 from kvplane.base.hashing import tokens as tokens_of
-from kvplane.base.hashing.algorithms import python_digest
-from kvplane.base.hashing.native import FORMS, NativeDigest
+from kvplane.base.hashing.algorithms import FORMS, WITHOUT_SHA256, NativeDigest, python_digest
 from kvplane.base.step import ExtraKeys
 from kvplane.v1.allocation_pb2 import RequestContent
 
@@ -122,7 +121,7 @@ def test_runs_equal_pythons_at_the_limits_of_a_form(compiled, algorithm, block_s
         assert native_of(algorithm, compiled).hash_run(parent_of(algorithm), packed, block_size) == expected
 
 
-@pytest.mark.parametrize("algorithm", native.WITHOUT_SHA256)
+@pytest.mark.parametrize("algorithm", WITHOUT_SHA256)
 def test_xxh3_equals_the_package_for_every_length_of_a_message(compiled, algorithm):
     """Its steps differ for messages up to 128, up to 240 and of more bytes, and at multiples of 16, 64 and 1024."""
     for block_size in range(1, 420):

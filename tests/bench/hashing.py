@@ -20,7 +20,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from kvplane.base.groups import HashAlgorithm
-from kvplane.base.hashing import HashMemo, HashScheme, block_digest, native, pack_tokens, unpack_tokens
+from kvplane.base.hashing import HashMemo, HashScheme, algorithms, block_digest, pack_tokens, unpack_tokens
 from kvplane.base.hashing.algorithms import ReferenceHash, python_digest
 from tests.bench.machine import machine_line
 
@@ -70,7 +70,7 @@ def row(algorithm: HashAlgorithm, block_size: int, packed: bytes, rounds: int) -
         },
         rounds,
     )
-    compared = ("python", "raw") if algorithm in native.WITHOUT_SHA256 else ("python", "raw", "padded")
+    compared = ("python", "raw") if algorithm in algorithms.WITHOUT_SHA256 else ("python", "raw", "padded")
     ratios = " | ".join(f"{us['used'] / us[name]:.2f}" for name in compared) + " | –" * (3 - len(compared))
     figures = " | ".join(f"{us[name]:.0f}" for name in ("used", "turn", "python", "raw"))
     return f"| {algorithm.value} | {block_size} | {figures} | {ratios} |"
@@ -83,7 +83,7 @@ def main() -> None:
         packed = pack_tokens(random.Random(1).randrange(VOCABULARY) for _ in range(tokens))
         names = ["form", "block size", "us", "turn", "in Python", "raw", "/ Python", "/ raw", "/ raw, padded"]
         text += f"\n## {tokens:,} tokens\n\n| {' | '.join(names)} |\n{'|---' * len(names)}|\n"
-        rows = [row(algorithm, size, packed, rounds) for size in sizes for algorithm in native.FORMS]
+        rows = [row(algorithm, size, packed, rounds) for size in sizes for algorithm in algorithms.FORMS]
         text += "\n".join(rows) + "\n"
     RESULT.write_text(text, encoding="utf-8")
     print(text)

@@ -10,7 +10,7 @@ import xxhash
 
 from kvplane.base.groups import HashAlgorithm
 from kvplane.base.hashing import algorithms, pack_tokens
-from kvplane.base.hashing.native import FORMS
+from kvplane.base.hashing.algorithms import FORMS
 from tests.bench import hashing
 
 

@@ -147,7 +147,7 @@ class NativeReplica:
 
     def open_step(self, executed_through: int, records: bool = False) -> NativeOpenStep:
         """Begin the next step, whose rows are applied one by one, see `OpenStep`; `records`: they are recorded."""
-        return NativeOpenStep(self, executed_through, records)
+        return NativeOpenStep(self._core, self, executed_through, records)
 
     @property
     def core(self) -> object:
@@ -157,7 +157,7 @@ class NativeReplica:
     @cached_property
     def coordinator(self) -> NativeCoordinator:
         """What an engine in this process reads."""
-        return NativeCoordinator(self)
+        return NativeCoordinator(self._core, self)
 
     @property
     def tracker(self) -> NativeTracker:

@@ -6,7 +6,7 @@ Each method is one call of the core.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.sections import AdmitRow
@@ -25,7 +25,7 @@ from kvplane.base.step import (
     StepResult,
 )
 from kvplane_core.cpp import _native
-from kvplane_core.face.interface import Hit
+from kvplane_core.face.interface import Hit, ReplicaCore
 from kvplane_core.face.part_rows import (
     NO_TERMS,
     UNALIGNED,
@@ -38,9 +38,6 @@ from kvplane_core.face.part_rows import (
     run_section,
 )
 from kvplane_core.face.reasons import Refusal
-
-if TYPE_CHECKING:
-    from kvplane_core.face.native import NativeReplica
 
 _ADMIT_STATUS = tuple(AdmitStatus)
 
@@ -56,13 +53,13 @@ def hit_of(core: object, slot: int, limit: int = UNLIMITED) -> Hit:
 class NativeOpenStep:
     """See `OpenStep`. The rows are recorded only on request."""
 
-    def __init__(self, replica: NativeReplica, executed_through: int, records: bool = False) -> None:
+    def __init__(self, core: object, replica: ReplicaCore, executed_through: int, records: bool = False) -> None:
         """Begin the next step of the replica; all steps up to `executed_through` have finished on all ranks.
 
         `records`: `recorded` is called later.
         """
         self._replica = replica
-        self._core = replica.core
+        self._core = core
         self.seq = _native.open_step(self._core, executed_through, records)
         self._executed_through = executed_through
         self._epoch = replica.epoch if records else 0

@@ -6,17 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvplane.base.step import UNLIMITED
 from kvplane_core.cpp import _native
-from kvplane_core.face.interface import INSIDE, Hit, Need
+from kvplane_core.face.interface import INSIDE, Hit, Need, ReplicaCore
 from kvplane_core.face.keys import Key
 from kvplane_core.face.native.tiers import unpacker
 from kvplane_core.face.setup import hits_end_in_prompt
-
-if TYPE_CHECKING:
-    from kvplane_core.face.native import NativeReplica
 
 _of_need = attrgetter(
     "slot", "num_slots", "num_main", "total_computed", "local_computed", "num_encoder", "capped"
@@ -44,16 +41,16 @@ class _Entries:
 class NativeCoordinator:
     """The attributes of a `Coordinator`."""
 
-    def __init__(self, replica: NativeReplica) -> None:
-        self._replica = replica
-        self.pool = NativePool(replica)
-        self.lookup = NativeLookup(replica)
-        self.managers = [NativeManager(replica, group) for group in range(len(replica.spec.groups))]
+    def __init__(self, core: object, replica: ReplicaCore) -> None:
+        self._core, self._replica = core, replica
+        self.pool = NativePool(core, replica)
+        self.lookup = NativeLookup(core)
+        self.managers = [NativeManager(core, replica, group) for group in range(len(replica.spec.groups))]
         self.hits_end_in_prompt = hits_end_in_prompt(replica.spec)
 
     def tables(self, slot: int) -> list[list[int]]:
         """Return copies of the request's block tables, one per group."""
-        return _native.tables(self._replica.core, slot)
+        return _native.tables(self._core, slot)
 
 
 class NativeManager:
@@ -64,9 +61,9 @@ class NativeManager:
         has_allocated, last_checkpoints: see `AlignedStateManager`.
     """
 
-    def __init__(self, replica: NativeReplica, group: int) -> None:
+    def __init__(self, core: object, replica: ReplicaCore, group: int) -> None:
         self.group, self.spec = group, replica.spec.groups[group]
-        self.block_size, self._core = self.spec.block_size, replica.core
+        self.block_size, self._core = self.spec.block_size, core
         self.table = _Entries(lambda slot: _native.tables(self._core, slot)[group])
         self.num_cached, self.partial_hit, self.has_allocated, self.last_checkpoints = map(self._column, range(4))
 
@@ -85,8 +82,8 @@ class NativeManager:
 class NativePool:
     """The attributes of a `BlockPool`."""
 
-    def __init__(self, replica: NativeReplica) -> None:
-        self._replica = replica
+    def __init__(self, core: object, replica: ReplicaCore) -> None:
+        self._core, self._replica = core, replica
         self.num_blocks = replica.spec.num_blocks
         self.stamp, self.key_step, _, self.references = map(self._column, range(4))
         self.key_tokens = _Entries(lambda block: sum(tokens for _, tokens in self._keys(block)[2][:1]))
@@ -95,7 +92,7 @@ class NativePool:
         return _Entries(lambda block: self._keys(block)[number])
 
     def _keys(self, block: int) -> tuple[int, int, list[tuple[tuple[int, bytes], int]], int]:
-        return _native.keys(self._replica.core, [block])[0]
+        return _native.keys(self._core, [block])[0]
 
     @property
     def num_free(self) -> int:
@@ -105,7 +102,7 @@ class NativePool:
     @property
     def free(self) -> list[int]:
         """The free blocks, in the order in which they will be allocated."""
-        return _native.free_order(self._replica.core)
+        return _native.free_order(self._core)
 
     @property
     def epoch(self) -> int:
@@ -115,7 +112,7 @@ class NativePool:
     def key_of(self, block: int) -> Key | None:
         """Return the primary key of a block: domain, group and digest; None if it has none."""
         keys = self._keys(block)[2]
-        return unpacker(_native.books(self._replica.core)[6], self._replica.spec)(keys[0][0]) if keys else None
+        return unpacker(_native.books(self._core)[6], self._replica.spec)(keys[0][0]) if keys else None
 
     def blocks_of(self, key: Key) -> list[int]:
         """Return all blocks that have this key."""
@@ -123,7 +120,7 @@ class NativePool:
 
     def find(self, domain: str, groups: Sequence[int], digest: bytes, horizon: int) -> list[int] | None:
         """Return the first block of each group with this digest, see `BlockPool.find`."""
-        return _native.first_blocks(self._replica.core, domain, groups, digest, horizon)
+        return _native.first_blocks(self._core, domain, groups, digest, horizon)
 
     def count_keys(self) -> int:
         """Count the distinct keys."""
@@ -131,11 +128,11 @@ class NativePool:
 
     def take(self, count: int) -> list[int]:
         """Take free blocks, see `BlockPool.take`."""
-        return _native.take_blocks(self._replica.core, count)
+        return _native.take_blocks(self._core, count)
 
     def touch(self, blocks: list[int]) -> None:
         """Add a reference to each block, see `BlockPool.touch`."""
-        _native.touch_blocks(self._replica.core, blocks)
+        _native.touch_blocks(self._core, blocks)
 
 
 class NativeTracker:
@@ -148,8 +145,8 @@ class NativeTracker:
 class NativeLookup:
     """The attributes of a `PrefixLookup`."""
 
-    def __init__(self, replica: NativeReplica) -> None:
-        self._core = replica.core
+    def __init__(self, core: object) -> None:
+        self._core = core
 
     def find(
         self, digests: Sequence[bytes], domain: str, max_tokens: int, horizon: int, longest: int = UNLIMITED

@@ -21,9 +21,8 @@ from typing import Protocol
 
 from kvplane.base.errors import FailedPrecondition
 from kvplane.base.groups import HashAlgorithm
-from kvplane.base.hashing import cbor
+from kvplane.base.hashing import cbor, native
 from kvplane.base.hashing.cbor import CborValue
-from kvplane.base.hashing.native import with_native
 from kvplane.base.hashing.tokens import TOKEN_BYTES, unpack_tokens
 
 
@@ -182,3 +181,73 @@ def _pickle_seed(seed: str) -> bytes:
 def _cbor(parent: bytes, tokens: Sequence[int], extra: CborValue) -> bytes:
     ids = cbor.encode_array(list(map(cbor.encode_int, tokens)))
     return cbor.encode_array([cbor.encode(parent), ids, cbor.encode(extra)])
+
+
+FORMS = {
+    HashAlgorithm.KVPLANE: 0,
+    HashAlgorithm.SHA256: 1,
+    HashAlgorithm.SHA256_CBOR: 2,
+    HashAlgorithm.XXHASH: 3,
+    HashAlgorithm.XXHASH_CBOR: 4,
+}
+WITHOUT_SHA256 = (HashAlgorithm.XXHASH, HashAlgorithm.XXHASH_CBOR)
+
+
+@dataclass(frozen=True, slots=True)
+class NativeDigest:
+    """An algorithm whose runs are hashed by the compiled module, and all else by its Python form.
+
+    Attributes:
+        python: the algorithm in Python.
+        form: its number in the module.
+        run: the module's `hash_run`; a function and no module, because modules can be neither copied nor pickled.
+        max_block: most tokens of a block that it takes.
+    """
+
+    python: BlockDigest
+    form: int
+    run: Callable[[int, bytes, bytes, int], bytes]
+    max_block: int
+
+    @property
+    def size(self) -> int:
+        """The length of a digest in bytes."""
+        return self.python.size
+
+    @property
+    def default_seed(self) -> str:
+        """The seed that is used if the caller gives none; see BlockDigest."""
+        return self.python.default_seed
+
+    def none_hash(self, seed: str) -> bytes:
+        """Return the digest that stands for the missing parent of every request's first block; see BlockDigest."""
+        return self.python.none_hash(seed)
+
+    def hash_block(self, parent: bytes, packed: bytes, extra: CborValue) -> bytes:
+        """Return the digest of one block; see BlockDigest."""
+        if extra is None and packed:
+            return self.hash_run(parent, packed, len(packed) // TOKEN_BYTES)
+        return self.python.hash_block(parent, packed, extra)
+
+    def hash_run(self, parent: bytes, packed: bytes, block_size: int) -> bytes:
+        """Return the digests of consecutive blocks; see BlockDigest."""
+        if block_size > self.max_block:
+            return self.python.hash_run(parent, packed, block_size)
+        return self.run(self.form, parent, packed, block_size)
+
+
+def with_native(algorithm: HashAlgorithm, python: BlockDigest) -> BlockDigest:
+    """Return the compiled form of an algorithm, or `python` where it is not used. Raises as `native.selected` does."""
+    compiled = native.selected(needs_sha256=algorithm not in WITHOUT_SHA256)
+    if compiled is None:
+        return python
+    return NativeDigest(python, FORMS[algorithm], compiled.hash_run, compiled.MAX_BLOCK)
+
+
+def hasher_of(digest: BlockDigest, block_size: int) -> tuple[object, int] | None:
+    """Return the compiled function that hashes blocks, in a capsule for other compiled modules, and the number of the
+    algorithm; None where the digest does not use it for blocks of this size.
+    """
+    if not isinstance(digest, NativeDigest) or block_size > digest.max_block or native.hasher() is None:
+        return None
+    return native.hasher(), digest.form

@@ -14,10 +14,9 @@ from typing import overload
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import HashAlgorithm, ReplicaSpec
-from kvplane.base.hashing.algorithms import BlockDigest, block_digest
+from kvplane.base.hashing.algorithms import BlockDigest, block_digest, hasher_of
 from kvplane.base.hashing.cbor import CborValue
 from kvplane.base.hashing.extra_keys import RequestKeys
-from kvplane.base.hashing.native import hasher_of
 from kvplane.base.hashing.tokens import TOKEN_BYTES, check_packed, unpack_tokens
 from kvplane.base.step import NO_EXTRA_KEYS, ExtraKeys
 

@@ -11,30 +11,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from kvplane.base.errors import FailedPrecondition, InvalidArgument
-from kvplane.base.groups import HashAlgorithm
-from kvplane.base.hashing.cbor import CborValue
-from kvplane.base.hashing.tokens import TOKEN_BYTES
-
-if TYPE_CHECKING:
-    from kvplane.base.hashing.algorithms import BlockDigest
 
 Fields: TypeAlias = dict[str, Any]
 
 VARIABLE = "KVPLANE_NATIVE"
-FORMS = {
-    HashAlgorithm.KVPLANE: 0,
-    HashAlgorithm.SHA256: 1,
-    HashAlgorithm.SHA256_CBOR: 2,
-    HashAlgorithm.XXHASH: 3,
-    HashAlgorithm.XXHASH_CBOR: 4,
-}
-WITHOUT_SHA256 = (HashAlgorithm.XXHASH, HashAlgorithm.XXHASH_CBOR)
 
 
 def _load() -> ModuleType | None:
@@ -45,62 +30,6 @@ def _load() -> ModuleType | None:
 
 
 _COMPILED = _load()
-
-
-@dataclass(frozen=True, slots=True)
-class NativeDigest:
-    """An algorithm whose runs are hashed by the compiled module, and all else by its Python form.
-
-    Attributes:
-        python: the algorithm in Python.
-        form: its number in the module.
-        run: the module's `hash_run`; a function and no module, because modules can be neither copied nor pickled.
-        max_block: most tokens of a block that it takes.
-    """
-
-    python: BlockDigest
-    form: int
-    run: Callable[[int, bytes, bytes, int], bytes]
-    max_block: int
-
-    @property
-    def size(self) -> int:
-        """The length of a digest in bytes."""
-        return self.python.size
-
-    @property
-    def default_seed(self) -> str:
-        """The seed that is used if the caller gives none; see BlockDigest."""
-        return self.python.default_seed
-
-    def none_hash(self, seed: str) -> bytes:
-        """Return the digest that stands for the missing parent of every request's first block; see BlockDigest."""
-        return self.python.none_hash(seed)
-
-    def hash_block(self, parent: bytes, packed: bytes, extra: CborValue) -> bytes:
-        """Return the digest of one block; see BlockDigest."""
-        if extra is None and packed:
-            return self.hash_run(parent, packed, len(packed) // TOKEN_BYTES)
-        return self.python.hash_block(parent, packed, extra)
-
-    def hash_run(self, parent: bytes, packed: bytes, block_size: int) -> bytes:
-        """Return the digests of consecutive blocks; see BlockDigest."""
-        if block_size > self.max_block:
-            return self.python.hash_run(parent, packed, block_size)
-        return self.run(self.form, parent, packed, block_size)
-
-
-def with_native(algorithm: HashAlgorithm, python: BlockDigest) -> BlockDigest:
-    """Return the compiled form of an algorithm, or `python` where it is not used.
-
-    Raises:
-        InvalidArgument: KVPLANE_NATIVE has another value than auto, on and off.
-        FailedPrecondition: KVPLANE_NATIVE is on, and the compiled module is missing.
-    """
-    compiled = _selected(needs_sha256=algorithm not in WITHOUT_SHA256)
-    if compiled is None:
-        return python
-    return NativeDigest(python, FORMS[algorithm], compiled.hash_run, compiled.MAX_BLOCK)
 
 
 def pack_ids() -> Callable[[object], bytes | None] | None:
@@ -147,22 +76,13 @@ def append_blocks() -> Callable[..., None] | None:
     return found
 
 
-def hasher_of(digest: BlockDigest, block_size: int) -> tuple[object, int] | None:
-    """Return the compiled function that hashes blocks, in a capsule for other compiled modules, and the number of the
-    algorithm; None where the digest does not use it for blocks of this size.
-    """
-    if not isinstance(digest, NativeDigest) or block_size > digest.max_block or _COMPILED is None:
-        return None
-    return _COMPILED.HASHER, digest.form
-
-
 def _function(name: str) -> Any:  # noqa: ANN401
-    return getattr(_selected(needs_sha256=False), name, None)
+    return getattr(selected(needs_sha256=False), name, None)
 
 
 def describe() -> str:
-    """Return which hashes this process uses, and why, in a line for people. Raises the errors of `with_native`."""
-    if _selected() is not None:
+    """Return which hashes this process uses, and why, in a line for people. Raises the errors of `selected`."""
+    if selected() is not None:
         return "compiled" if _COMPILED is not None and _COMPILED.ACCELERATED else "compiled, without SHA instructions"
     if os.environ.get(VARIABLE) == "off":
         return f"Python ({VARIABLE}=off)"
@@ -171,8 +91,13 @@ def describe() -> str:
     return f"Python (no SHA instructions that the compiled module uses; {VARIABLE}=on takes it nevertheless)"
 
 
-def _selected(needs_sha256: bool = True) -> ModuleType | None:
-    """The module if it is to be used."""
+def selected(needs_sha256: bool = True) -> ModuleType | None:
+    """Return the module if it is to be used.
+
+    Raises:
+        InvalidArgument: KVPLANE_NATIVE has another value than auto, on and off.
+        FailedPrecondition: KVPLANE_NATIVE is on, and the compiled module is missing.
+    """
     choice = os.environ.get(VARIABLE) or "auto"
     if choice not in ("auto", "on", "off"):
         raise InvalidArgument(f"it is {choice!r}", field=VARIABLE, remedy="set auto, on or off")
@@ -185,3 +110,8 @@ def _selected(needs_sha256: bool = True) -> ModuleType | None:
     if _COMPILED is None or choice == "off" or (choice == "auto" and needs_sha256 and not _COMPILED.ACCELERATED):
         return None
     return _COMPILED
+
+
+def hasher() -> object:
+    """Return the capsule of the function that hashes blocks, of a module that is selected."""
+    return None if _COMPILED is None else _COMPILED.HASHER

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 
 from kvplane.base.errors import InvalidArgument
+from kvplane.base.hashing import native
 
 TOKEN_BYTES = 4
 MAX_TOKEN_ID = 2**32 - 1
@@ -40,9 +41,7 @@ def pack_tokens(tokens: Iterable[int], field: str = "tokens") -> bytes:
 
 @cache
 def _compiled() -> Callable[[object], bytes | None] | None:
-    from kvplane.base.hashing.native import pack_ids  # which imports this module
-
-    return pack_ids()
+    return native.pack_ids()
 
 
 def unpack_tokens(packed: bytes, field: str = "tokens") -> list[int]:
