@@ -66,3 +66,10 @@ def test_a_planted_fault_is_found(fault, address):
     found = play(mode, f"{seed}-{seed}", address, *options)
     print(f"{fault}: {list(found['wrong'].values())}")
     assert found["wrong"]
+
+
+def test_a_model_without_a_cache_gets_the_manager_of_vllm_or_is_refused_by_name():
+    """Encoders have none, and vLLM builds a KV cache without groups for them."""
+    found = processes.run("without_cache.py")
+    assert found["fallback"] == "KVCacheManager"
+    assert "no KV cache" in found["refused"]

@@ -83,6 +83,8 @@ def limits_of(
 
 def unsupported(config: KVCacheConfig, coordinator: KVCacheCoordinator) -> str:
     """Return why kvplane cannot manage this KV cache, with the names of the layers and their spec; "" if it can."""
+    if not config.kv_cache_groups:
+        return "the model has no KV cache, as encoders have none"
     for group, manager in zip(config.kv_cache_groups, coordinator.single_type_managers, strict=True):
         spec, layers = group.kv_cache_spec, ", ".join(group.layer_names[:3]) or "no layer"
         name = type(manager).__name__
