@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
+import tracemalloc
 from random import Random
 
 import msgspec
@@ -186,16 +188,44 @@ async def test_bodies_of_all_streams_share_one_room():
     proxy = Proxy(max_body_bytes=1 << 20)
     held = [proxy.begin() for _ in range(3)]
     for exchange in held[:2]:
-        assert await proxy.send(headers(), *body(b"x" * 500_000, is_end=False), exchange=exchange) == []
-    code, message = status(await proxy.send(headers(), *body(b"x" * 500_000, is_end=False), exchange=held[2]))
-    assert (code, message) == (429, "bodies of requests take 1000000 bytes of the router, of 1048576")
-    assert proxy.room == 1_000_000
+        assert await proxy.send(headers(), *body(b"x" * 450_000, is_end=False), exchange=exchange) == []
+    code, message = status(await proxy.send(headers(), *body(b"x" * 70_000, is_end=False), exchange=held[2]))
+    assert (code, message) == (429, "bodies of requests take 900000 bytes of the router, of 1048576")
+    small = b'{"model": "m", "prompt": [1]}'  # has room
+    assert streamed((await proxy.send(headers(), *body(small)))[1:]) == (small, True)
+    assert proxy.room == 900_000
     for exchange in held:
         exchange.end()
         exchange.end()
     assert proxy.room == 0
     answers = await proxy.send(headers(), *body(BODY))
     assert streamed(answers[1:]) == (BODY, True)
+
+
+@pytest.mark.parametrize("unit", [b"{}", b"[]", b'""', b'{"a":{}}'])
+@pytest.mark.parametrize("name", [b"messages", b"prompt", b"model", b"max_tokens", b"cache_salt", b"unknown"])
+async def test_a_body_costs_no_more_memory_than_some_times_its_length(name, unit):
+    """An end user may send any body: no objects are made of what only engines read."""
+    proxy, size = Proxy(), 4 << 20
+    sent = b'{"model":"m","' + name + b'":[' + (unit + b",") * (size // (len(unit) + 1)) + b"1]}"
+    began_s = time.process_time()
+    await proxy.send(headers(), *body(sent))
+    assert time.process_time() - began_s < 1.0
+    tracemalloc.start()
+    await proxy.send(headers(), *body(sent))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 8 * len(sent) + (160 << 20 if name == b"prompt" else 0)  # at most 2^20 prompts are looked at
+
+
+async def test_a_body_of_many_names_makes_no_object_of_each():
+    proxy = Proxy()
+    sent = b"{" + b",".join(b'"%d":1' % at for at in range(300_000)) + b',"model":"m","prompt":[1]}'
+    tracemalloc.start()
+    await proxy.send(headers(), *body(sent))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 8 * len(sent)
 
 
 async def test_a_refused_exchange_leaves_the_room():

@@ -17,7 +17,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Protocol
 
-import msgspec
 from google.protobuf.struct_pb2 import ListValue, Struct
 
 from kvplane.base.errors import KvplaneError, LimitExceeded, NotFound
@@ -26,7 +25,7 @@ from kvplane.wire.parsing import parse
 from kvplane_fleet.decisions import Ask, Decision, Decisions, Event
 from kvplane_fleet.fleet import Fleet
 from kvplane_fleet.router.endpoints import Endpoints
-from kvplane_fleet.router.prompts import Prompts
+from kvplane_fleet.router.prompts import Prompts, read_body
 from kvplane_fleet.router.servicer import is_visible
 from kvplane_service.auth.gate import CALL
 from kvplane_service.rpc.methods import Context, next_message
@@ -37,12 +36,14 @@ SPACE, SUBSET_SPACE = "envoy.lb", "envoy.lb.subset_hint"
 SUBSET, SERVED = f"{HEADER}-subset", f"{HEADER}-served"
 ATTRIBUTES, UPSTREAM = "envoy.filters.http.ext_proc", "upstream.address"
 MAX_BODY_BYTES = 32 << 20
-BODY_S = 60.0  # for a request's body to arrive
+BODY_S = 60.0  # for a request's body to arrive, at most
+FIRST_S = 10.0  # after its first bytes, and a second more for each BYTES_PER_S that have arrived
+BYTES_PER_S = 1 << 20
+SMALL_BODY_BYTES, SMALL_SHARE = 64 << 10, 8  # bodies up to this length have one part in 8 of the room to themselves
 MAX_ENDPOINTS = 4  # the chosen one, and those that a proxy tries after it
 _CHUNK = 60 << 10  # of a body, so that a message is below the proxy's limit
 _TAIL = 64 << 10  # of a response's body, in which its usage is
 _NUMBER = re.compile(rb"\s*:\s*(\d{1,9})")
-_JSON = msgspec.json.Decoder()
 _OVERWRITE = 2
 
 Decide = Callable[[Ask], Awaitable[Decision]]
@@ -88,7 +89,7 @@ class EndpointPicker:
                 for answer in await exchange.take(parse(pb.ProcessRequest, raw)):
                     await context.write(answer.SerializeToString())
         except TimeoutError:
-            await context.write(_immediate(Refused(408, f"the body took over {BODY_S:g} s")).SerializeToString())
+            await context.write(_immediate(Refused(408, "the body arrived too slowly")).SerializeToString())
         finally:
             exchange.end()
 
@@ -126,14 +127,11 @@ class EndpointPicker:
         return decision, {name: addresses[name] for name in chosen}
 
     async def _ask(self, body: bytes, visible: set[str], addresses: Mapping[str, str]) -> Ask:
-        try:
-            request = _JSON.decode(body)
-        except (ValueError, RecursionError):
-            request = None
-        if not isinstance(request, dict):
+        request = read_body(body)
+        if request is None:
             raise Refused(400, "the body is no JSON object")
         models = {self._fleet.followed[name].place.settings.model for name in addresses}
-        model = request.get("model", next(iter(models)) if len(models) == 1 else None)
+        model = request.value("model") if request.model or len(models) != 1 else next(iter(models))
         if not isinstance(model, str):
             raise Refused(400, "the body names no model")
         engines = visible & self._fleet.of_model(model).keys()
@@ -142,7 +140,7 @@ class EndpointPicker:
         if model not in models:
             raise Refused(503, f"no engine of the model {model[:140]!r} may be chosen")
         prompt = await self.prompts.of_body(model, request, len(body), engines)
-        most = request.get("max_completion_tokens", request.get("max_tokens"))
+        most = request.value("max_completion_tokens" if request.max_completion_tokens else "max_tokens")
         output = most if isinstance(most, int) and 0 < most < 1 << 30 else 0
         return Ask(model, prompt, frozenset(addresses), book=True, output_tokens=output)
 
@@ -153,9 +151,10 @@ class Room:
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes, self.taken_bytes = most_bytes, 0
 
-    def take(self, num_bytes: int) -> None:
-        """Take some of it. Raises Refused if there is not enough."""
-        if self.taken_bytes + num_bytes > self.most_bytes:
+    def take(self, num_bytes: int, length: int) -> None:
+        """Take some of it for a body of this length so far. Raises Refused if there is not enough."""
+        most = self.most_bytes if length <= SMALL_BODY_BYTES else self.most_bytes - self.most_bytes // SMALL_SHARE
+        if self.taken_bytes + num_bytes > most:
             raise Refused(429, f"bodies of requests take {self.taken_bytes} bytes of the router, of {self.most_bytes}")
         self.taken_bytes += num_bytes
 
@@ -169,6 +168,7 @@ class Exchange:
 
     def __init__(self, picker: EndpointPicker) -> None:
         self._picker, self.body_due_s = picker, asyncio.get_running_loop().time() + BODY_S
+        self._began_s = 0.0  # when the first bytes of the body arrived
         self._subset: list[str] | None = None
         self._body = bytearray()
         self._is_picked = self._is_refused = self._is_stream = self._has_no_body = False
@@ -208,8 +208,11 @@ class Exchange:
         received = request.request_body.body
         if len(self._body) + len(received) > MAX_BODY_BYTES:
             raise Refused(413, f"the body has more than {MAX_BODY_BYTES} bytes")
-        self._picker.room.take(len(received))
+        self._picker.room.take(len(received), len(self._body) + len(received))
         self._body += received
+        now_s = asyncio.get_running_loop().time()
+        self._began_s = self._began_s or now_s
+        self.body_due_s = self._began_s + min(FIRST_S + len(self._body) / BYTES_PER_S, BODY_S)
         return await self._pick(is_end=True) if request.request_body.end_of_stream else []
 
     def _leave_room(self) -> None:

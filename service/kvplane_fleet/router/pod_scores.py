@@ -9,7 +9,7 @@ from kvplane.v1 import front_ends_pb2 as pb
 from kvplane_fleet.decisions import Ask, Decision
 from kvplane_fleet.fleet import Fleet, Prompt
 from kvplane_fleet.router.endpoints import Endpoints
-from kvplane_fleet.router.prompts import Prompts
+from kvplane_fleet.router.prompts import Prompts, text_body
 from kvplane_fleet.router.servicer import is_visible
 
 NAME = "indexer.v1.IndexerService"
@@ -29,7 +29,7 @@ class PodScores:
         places = list(filter(is_visible, self._fleet.of_model(model)))
         if not places:
             raise NotFound(f"no place has the model {model[:140]!r}", field="model_name")
-        tokens = await self._prompts.tokenized(model, {"prompt": request.prompt}, places)
+        tokens = await self._prompts.tokenized(model, text_body(request.prompt), places)
         if not tokens:
             raise FailedPrecondition(
                 "no engine of the model tokenizes the prompt",
