@@ -123,10 +123,10 @@ TWINS = {
     "group 0 is trusted": twin("fleet.hits:HitRule.claim", tables, of_group_0),
     "copies are not counted": twin("fleet.index:Index.add", multiset, only_first_copies),
     "a window is one block short": twin(
-        "service.core.hit_rules:_WindowRule._needed", tables, lambda real: lambda *one: max(real(*one) - 1, 1)
+        "core.face.hit_rules:_WindowRule._needed", tables, lambda real: lambda *one: max(real(*one) - 1, 1)
     ),
-    "a state may end anywhere": twin("service.core.hit_rules:_StateRule.length", tables, any_state),
-    "no block is dropped for a drafter": twin("service.core.hit_rules:_FullRule.length", tables, undropped),
+    "a state may end anywhere": twin("core.face.hit_rules:_StateRule.length", tables, any_state),
+    "no block is dropped for a drafter": twin("core.face.hit_rules:_FullRule.length", tables, undropped),
     "tiers are mixed": twin("fleet.places:Place._store", test_places.test_other_tiers_are_kept_apart, on_the_device),
     "frames of a replay count again": twin("fleet.follow.order:SourceOrder._accept", orders, applied_again),
     "a clear is ignored": twin(

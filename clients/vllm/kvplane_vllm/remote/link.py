@@ -8,7 +8,18 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
-from kvplane.base.errors import DeadlineExceeded, KvplaneError, Moved, NotFound, ServiceRestarted, Unavailable
+from kvplane.base.errors import (
+    DeadlineExceeded,
+    InternalError,
+    KvplaneError,
+    LimitExceeded,
+    Moved,
+    NotFound,
+    PermissionDenied,
+    ServiceRestarted,
+    Unauthenticated,
+    Unavailable,
+)
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.step import Orders, Part, StepResult
 from kvplane.blocking.client import connect
@@ -22,11 +33,14 @@ logger = logging.getLogger("vllm.kvplane")  # with the handlers of vLLM
 
 AWAY = (Unavailable, DeadlineExceeded)
 MOVES = "the running requests are computed again in a new session"
-ENDED = (ServiceRestarted, NotFound, Moved)  # the service has nothing of this session; a new one can be opened
+# The service has nothing of this session, or what refuses it can be mended outside of the engine, such as an expired
+# token or a limit of its owner. A new session is opened when the service accepts one. The others are faults of the
+# engine, which a new session would only repeat.
+ENDED = (ServiceRestarted, NotFound, Moved, Unauthenticated, PermissionDenied, LimitExceeded, InternalError)
 
 
 class Away(Exception):
-    """The service does not answer now."""
+    """The service does not answer now, or opens no session."""
 
 
 class Lost(Exception):
@@ -81,7 +95,7 @@ class Link:
         self._session: Session | None = None
         self.life = self.answered = self.num_messages = 0
         self.waited_s = 0.0
-        self._is_away = False
+        self._away_by = ""  # the reason of the error that was logged last
         self._thread = ThreadPoolExecutor(1, f"kvplane-{settings.target.replica}")
         self._ahead: Future[StepResult] | None = None
         self._open()
@@ -121,7 +135,7 @@ class Link:
         if self._session is None:
             try:
                 self._open()
-            except (*AWAY, *ENDED) as error:
+            except KvplaneError as error:  # whatever it is, requests that run may not end for it
                 raise self._away(error) from error
 
     def send(self, parts: Sequence[Part], executed: int) -> None:
@@ -161,8 +175,8 @@ class Link:
         return self._answered(result)
 
     def _answered(self, result: StepResult) -> StepResult:
-        if self._is_away:
-            self._is_away = False
+        if self._away_by:
+            self._away_by = ""
             logger.info("the service answers again")
         self.answered = result.seq
         return result
@@ -202,9 +216,9 @@ class Link:
         self.answered = self._session.next_seq - 1
 
     def _away(self, error: KvplaneError) -> Away:
-        if not self._is_away:
-            logger.warning("the service does not answer, nothing is scheduled until it does: %s", error.message)
-        self._is_away = True
+        if self._away_by != error.reason:
+            logger.warning("nothing is scheduled until the service accepts a step: %s", error)
+        self._away_by = error.reason
         return Away()
 
     def _lost(self, error: KvplaneError) -> Lost:
