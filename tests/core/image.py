@@ -213,7 +213,8 @@ def decisive_state(replica: Replica) -> dict[object, object]:
 
 
 def _table_state(manager: GroupManager, slot: int) -> tuple[object, ...]:
-    """The request's table and what is noted about it. Of states before the running one, those that may get a key.
+    """The request's table and what is noted about it. Of states before the running one, those that may get a key: one
+    that has its key gets no other.
 
     `last_state` is left out: what the window releases always contains it, so it decides nothing.
     """
@@ -224,7 +225,8 @@ def _table_state(manager: GroupManager, slot: int) -> tuple[object, ...]:
     before = range(len(table) - 1 - manager.spec.speculative_blocks)
     ends = manager._stopped_at.get(slot, {})
     whole = {index: end for index, end in ends.items() if end == (index + 1) * manager.block_size}
-    left = {index: end for index, end in whole.items() if index in before and table[index] and index >= first}
+    unnamed = {index for index in before if table[index] and manager.pool.key[table[index]] is None}
+    left = {index: end for index, end in whole.items() if index in unnamed and index >= first}
     return *state, manager.num_retired[slot], manager.has_allocated[slot], left
 
 

@@ -154,6 +154,11 @@ def test_a_held_block_whose_superblock_could_be_a_state_s():
     decides_as_before("split pages, checkpoints and drafts", 1618)
 
 
+def test_a_state_before_the_running_one_that_has_a_key_is_counted_as_registered():
+    """The request counts no block as registered, and a launch noted where it left that state."""
+    decides_as_before("checkpoints and drafts", 9700)
+
+
 # A mix and a seed that find each planted fault.
 FOUND = {
     "image skips shared blocks": ("seven groups", 3),
