@@ -33,7 +33,7 @@ logger = logging.getLogger("vllm.kvplane")  # with the handlers of vLLM
 
 AWAY = (Unavailable, DeadlineExceeded)
 MOVES = "the running requests are computed again in a new session"
-# The service has nothing of this session, or what refuses it can be mended outside of the engine, such as an expired
+# The service has nothing of this session, or what refuses it can be fixed outside of the engine, such as an expired
 # token or a limit of its owner. A new session is opened when the service accepts one. The others are faults of the
 # engine, which a new session would only repeat.
 ENDED = (ServiceRestarted, NotFound, Moved, Unauthenticated, PermissionDenied, LimitExceeded, InternalError)
