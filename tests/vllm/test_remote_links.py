@@ -104,7 +104,7 @@ def test_a_session_that_is_refused_is_logged_once_for_each_reason(link, client, 
 
 
 def test_a_step_that_the_contract_forbids_ends_the_engine(link, client):
-    """A new session would send it again, again and again."""
+    """A new session would send it again, repeatedly."""
     client.refusal = InvalidArgument("rows", field="parts[0]")
     with pytest.raises(InvalidArgument):
         link.exchange([Part()], 0)
