@@ -27,7 +27,7 @@ ISSUED = """
     copy of an evicted state, image loses blocks behind the computed tokens,
     skipped blocks released during a load, open step without load_after, limit of a hit counts what is left out,
     classes as stated, chunk of the longest hit, end aligned twice, retained blocks needed, limit searched once,
-    withdrawn keys stay away, bounds outlive withdrawn keys,
+    withdrawn keys stay away,
     a load outlives its row, orders end when they are given, load concurrent with launches of the previous life,
     lives known by their number,
     owner epoch ignored, failed orders forgotten, two owners write, a drain loses what waits,

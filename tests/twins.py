@@ -664,7 +664,6 @@ def release_while_loading(_: Real) -> Real:
         processed = min(num_processed, self.requests.computed[slot] - self.requests.in_flight[slot])
         for manager in self.managers:
             manager.release_skipped(slot, max(0, processed))
-        self.requests.invalidate_fast_path(slot)
 
     return release_skipped
 
@@ -1130,14 +1129,6 @@ TWINS: dict[str, Twin] = {
     "withdrawn keys stay away": Twin(
         "a request that holds a block whose key was withdrawn registers the block again",
         (Patch(f"{SPEC}.in_flight:InFlightTracker._register_again", without("_blocks", "register_again")),),
-    ),
-    "bounds outlive withdrawn keys": Twin(
-        "a request that holds a block whose key was withdrawn leaves its fast path",
-        (
-            Patch(
-                f"{SPEC}.in_flight:InFlightTracker._register_again", without("_requests", "invalidate_all_fast_paths")
-            ),
-        ),
     ),
     "load before launches": Twin(
         "a load starts after every launch that may read or write its blocks",

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 SOURCE = Path(__file__).with_name("native_damage.h")
 FLAGS = ["-O0", "-fno-access-control"]
-METHOD = '    {"has_events", HasEvents,'
+METHOD = '    {"new", New,'
 PLANTED = '    {"damage", Damage, METH_VARARGS, "Plant a damage."},\n'
 
 
@@ -245,6 +245,7 @@ def build() -> Path:
     module = root / core.source
     (sources / SOURCE.name).write_text(text)
     listed = module.read_text().replace(METHOD, PLANTED + METHOD)
+    assert PLANTED in listed, f"{module} has no line {METHOD!r}"
     module.write_text(listed.replace('#include "bind_check.h"', f'#include "bind_check.h"\n#include "{SOURCE.name}"'))
     native_build.compile_library(core._replace(root=str(root)), path, flags=FLAGS)
     made.write_text(mark)

@@ -144,6 +144,7 @@ FAULTS = [
     Fault("the fast path passes a full block", "coordinator.h",
           "requests.fast_path_until[slot] = std::min({blocks, window, keys - 1});",
           "requests.fast_path_until[slot] = std::min({blocks, window, keys});"),
+    Fault("bounds outlive withdrawn keys", "in_flight.h", "requests_.InvalidateAllFastPaths();", ""),
     Fault("pages of all groups are left to a load", "coordinator.h", "!(admission.loaded_groups >> one->group & 1)",
           "false"),
     Fault("a row that ends a request leaves its grant", "open_step.h",

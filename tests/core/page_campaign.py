@@ -38,7 +38,6 @@ PLANTED = (
     "image loses blocks behind the computed tokens",
     "limit of a hit counts what is left out",
     "withdrawn keys stay away",
-    "bounds outlive withdrawn keys",
 )
 
 

@@ -57,7 +57,6 @@ def drain(engine: RandomEngine) -> None:
         for manager in coordinator.managers:
             if slot not in requests.loading or manager.spec.kind is not GroupKind.R_SWA:
                 manager.release_skipped(slot, requests.computed[slot])
-        requests.invalidate_fast_path(slot)
     count_held_blocks_as_states(engine.replica)
     changed(engine.replica)
     for request in engine.requests.values():

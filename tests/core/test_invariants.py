@@ -64,11 +64,10 @@ def promote(engine):
 
 
 def running():
-    """Slot 0 decodes on the fast path."""
+    """Slot 0 decodes."""
     engine = Engine(full(), num_blocks=12)
     engine.admit(0, "aaaab")
     engine.run(0, text="b")
-    assert engine.replica.requests.fast_path_until[0] > engine.replica.requests.computed[0]
     return engine
 
 
@@ -176,22 +175,6 @@ def stop_with_blocks(engine):
     requests(engine).num_running = 0
 
 
-def widen_blocks(engine):
-    """Only the slow path reads this bound: the fast path was ended before."""
-    requests(engine).invalidate_register_bound(0)
-    requests(engine).alloc_bound[0] = 400
-
-
-def widen_keys(engine):
-    requests(engine).register_bound[0] -= 4
-
-
-def widen_window(engine):
-    requests(engine).window_bound[0] += 4
-    bounds = requests(engine).alloc_bound[0], requests(engine).window_bound[0], requests(engine).register_bound[0] - 1
-    requests(engine).fast_path_until[0] = min(bounds)
-
-
 def second_key_of_a_state(engine):
     block = engine.keyed(group=0)[0]
     engine.pool.register(block, ("", 0, fake_digest(1)), 2)
@@ -256,14 +239,6 @@ FAULTS: list[tuple[str, Callable[[], Engine], Callable[[Engine], object], str]] 
     ("adoptions", in_flight, lose_adopted_key, "slot 1 adopted block 9 of step 1, which has no record of its key"),
     ("adoptions", in_flight, lambda engine: requests(engine).adopted_step.__setitem__(1, 0), "the last recorded is 0"),
     ("fences", plain, lambda engine: tracker(engine).waiting.append((9, [])), "fences \\[9\\], 4 executed"),
-    ("fast_path", running, lambda engine: take(engine, "fast_path_until", 400), "wrong bounds, fast path until 400"),
-    ("fast_path", running, widen_blocks, "slot 0 needs a block after 8 slots, not 400"),
-    ("fast_path", running, widen_keys, "slot 0 registers a key at \\d+ tokens, not \\d+"),
-    ("fast_path", windowed, widen_window, "slot 0: a block leaves its window before"),
-    ("fast_path", gap, widen_window, "slot 0: a block leaves its window before"),
-    ("fast_path", states, widen_window, "slot 0: a block leaves its window before"),
-    ("fast_path", plain, lambda engine: requests(engine).window_bound.__setitem__(1, 8),
-     "wrong bounds, it does not run"),
     ("superblocks", split, lambda engine: engine.pool.free.held.__setitem__(2, 3), "superblock 2: 1 blocks held"),
     ("superblocks", split, lambda engine: setattr(engine.pool.free, "count", 9), "9 is not the number of free blocks"),
     ("superblocks", split, lambda engine: engine.pool.free.has_state.__setitem__(2, 1), "another kind|under a state"),

@@ -28,7 +28,6 @@ FOUND = {
     "image loses blocks behind the computed tokens": ("prompt and window", 45),
     "limit of a hit counts what is left out": ("checkpoints and drafts", 1),
     "withdrawn keys stay away": ("prompt and window", 5),
-    "bounds outlive withdrawn keys": ("prompt and window", 5),
 }
 
 

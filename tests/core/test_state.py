@@ -136,7 +136,7 @@ def test_every_attribute_is_exported_or_named_as_a_setting(mix):
     statistics = {*state_entries.POOL_STATISTICS, *state_entries.POOL_STATISTICS_COLUMNS}
     assert vars(pool).keys() == derived | statistics | {*state_entries.POOL_COLUMNS, *state_entries.POOL_VALUES}
     requests: Requests = replica.requests
-    columns = {*state_entries.REQUEST_COLUMNS, *state_entries.REQUEST_VALUES, *state_entries.BOUNDS}
+    columns = {*state_entries.REQUEST_COLUMNS, *state_entries.REQUEST_VALUES}
     assert vars(requests).keys() == {"content", "hit_end", "hints"} | columns
     tracker: InFlightTracker = replica.tracker
     settings = {"_blocks", "_requests", "_counters", "_safe", "_withdrawn"}  # the last is empty between steps

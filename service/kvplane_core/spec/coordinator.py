@@ -16,7 +16,7 @@ from kvplane_core.spec.lookup import PrefixLookup
 from kvplane_core.spec.managers import GroupManager, GroupSetup, make_manager
 from kvplane_core.spec.managers.base import FOREVER
 from kvplane_core.spec.policies import make_pool, note_admitted
-from kvplane_core.spec.requests import FastPathBounds, Requests
+from kvplane_core.spec.requests import Requests
 from kvplane_core.spec.tiers.tiers import Tiers
 
 NO_HIT = Hit(0, 0, ())
@@ -101,24 +101,9 @@ class Coordinator:
         self._checkpoints = tuple(CheckpointRule.of(spec, group) for group in spec.groups if _has_aligned_states(group))
         self.checkpoints_single_group_hits = any(group.checkpoints_single_group_hits for group in spec.groups)
         self.caching = tuple(manager for manager in self.managers if manager.spec.is_cached)
-        # An allocation changes no other bound of these groups' fast path.
-        self._only_tables_grow = all(
-            group.kind in (GroupKind.FULL_ATTENTION, GroupKind.MLA, GroupKind.SLIDING_WINDOW)
-            and group.block_size == spec.hash_block_size
-            for group in spec.groups
-        )
         self._drops_last_block = any(manager.drops_last_block for manager in self.managers)
-        self._cache_unit = self._find_cache_unit()
         self.hits_end_in_prompt = hits_end_in_prompt(spec)
         self._unfinalized = max(0, spec.prefill_lookahead - 1)
-
-    def _find_cache_unit(self) -> int:
-        """Return the number of tokens in whose multiples all groups can register keys; 1 if this number differs between
-        groups.
-        """
-        if len(self.managers) == 1 or self.spec.partial_hits or self._drops_last_block:
-            return 1
-        return self.spec.scheduler_block_size
 
     # -- look-up -----------------------------------------------------------------------------------------------------
 
@@ -209,7 +194,6 @@ class Coordinator:
         self.requests.ends_at[slot] = num_main
         if not admission.delay_caching:
             self.register(slot, min(num_main, self.requests.num_tokens[slot]))
-        self.requests.invalidate_fast_path(slot)  # the next row releases blocks of the hit that are outside a window
         return new
 
     def extend(self, slot: int, growth: Growth) -> Sequence[list[int]] | None:
@@ -224,56 +208,17 @@ class Coordinator:
             return None
         num_main = computed + num_new
         num_slots = min(num_main + lookahead, self.spec.max_model_len)
-        processed = max(0, computed - in_flight)
-        new: Sequence[list[int]] | None = ()
-        slides = processed >= requests.window_bound[slot] or leave_free > 0
-        grows = slides or num_slots > requests.alloc_bound[slot]
-        if grows:
-            is_plain = self._only_tables_grow and requests.alloc_bound[slot] and not (slides or delay_caching)
-            if is_plain:
-                new, grows = self._append_blocks(slot, num_slots, num_main), False
-            else:
-                new = self._grow_tables(slot, num_slots, num_main, processed, leave_free)
-            if new is None:
-                requests.invalidate_fast_path(slot)
-                return None
-        requests.ends_at[slot] = num_main
-        known = min(num_main, requests.num_tokens[slot])
-        registers = known >= requests.register_bound[slot] and not delay_caching
-        if registers:
-            self.register(slot, known)
-        if grows or (registers and self.has_states):
-            self._find_fast_path(slot, processed, num_main)
-        elif registers:
-            self._find_next_key(slot, num_main)
-        return new
-
-    def _append_blocks(self, slot: int, num_slots: int, num_main: int) -> list[list[int]] | None:
-        """Do what `_grow_tables` and `_find_fast_path` do where no block leaves a window: of the bounds of the fast
-        path, only that of the tables moves.
-        """
-        requests = self.requests
-        missing = [manager.blocks_to_extend(slot, num_slots, num_main) for manager in self.managers]
-        if sum(missing) > self.pool.num_free:
-            return None
-        new = [
-            manager.allocate(slot, num_slots, num_main, 0) if count else []
-            for manager, count in zip(self.managers, missing, strict=True)
-        ]
-        bound = requests.alloc_bound[slot] = min([manager.alloc_bound(slot) for manager in self.managers])
-        requests.fast_path_until[slot] = min(bound, requests.window_bound[slot], requests.register_bound[slot] - 1)
-        return new
-
-    def _grow_tables(
-        self, slot: int, num_slots: int, num_main: int, processed: int, leave_free: int
-    ) -> list[list[int]] | None:
         counts = []
         for manager in self.managers:
-            manager.release_skipped(slot, processed)
+            manager.release_skipped(slot, max(0, computed - in_flight))
             counts.append(manager.blocks_to_extend(slot, num_slots, num_main))
         if self.pool.demand(counts) + leave_free > self.pool.num_free:
             return None
-        return [manager.allocate(slot, num_slots, num_main, 0) for manager in self.managers]
+        new = [manager.allocate(slot, num_slots, num_main, 0) for manager in self.managers]
+        requests.ends_at[slot] = num_main
+        if not delay_caching:
+            self.register(slot, min(num_main, requests.num_tokens[slot]))
+        return new
 
     def release_skipped(self, slot: int, num_processed: int) -> None:
         """Release the blocks outside the attention window of the token after the first `num_processed` tokens.
@@ -286,7 +231,6 @@ class Coordinator:
         processed = min(num_processed, requests.computed[slot] - requests.in_flight[slot])
         for manager in self.managers:
             manager.release_skipped(slot, max(0, processed))
-        requests.invalidate_fast_path(slot)
 
     def _blocks_of_all(self, slot: int, total: int, local: int, hit: Hit = NO_HIT, num_encoder: int = 0) -> int:
         """Return how many more blocks the whole sequence of the request needs.
@@ -340,46 +284,6 @@ class Coordinator:
         The request can never run in a pool with fewer blocks.
         """
         return self.pool.in_blocks([manager.blocks_alone(num_tokens, num_encoder) for manager in self.managers])
-
-    def _find_fast_path(self, slot: int, processed: int, num_main: int) -> None:
-        """Compute and store the bounds of the request's fast path (see `Requests`).
-
-        A request in prefill has no fast path, because the ends of its chunks decide which blocks can be registered.
-        """
-        requests = self.requests
-        if num_main < requests.num_prompt[slot]:
-            requests.invalidate_fast_path(slot)
-            return
-        bounds = self.fast_path_bounds(slot, processed)
-        requests.alloc_bound[slot], requests.window_bound[slot], requests.register_bound[slot] = bounds
-        requests.fast_path_until[slot] = min(bounds.blocks, bounds.window, bounds.keys - 1)
-
-    def _find_next_key(self, slot: int, num_main: int) -> None:
-        """Do what `_find_fast_path` does after a registration that changed no table: the other two bounds are valid.
-
-        Only the registration of a recurrent state can change them.
-        """
-        requests = self.requests
-        if num_main < requests.num_prompt[slot]:
-            requests.invalidate_fast_path(slot)
-            return
-        keys = requests.register_bound[slot] = self._register_bound(slot)
-        requests.fast_path_until[slot] = min(requests.alloc_bound[slot], requests.window_bound[slot], keys - 1)
-
-    def fast_path_bounds(self, slot: int, processed: int) -> FastPathBounds:
-        """Return the bounds of the request's fast path (see `Requests`).
-
-        `processed`: number of tokens that are computed and whose steps are executed.
-        """
-        blocks = min([manager.alloc_bound(slot) for manager in self.managers])
-        window = min([manager.window_bound(slot, processed) for manager in self.managers])
-        return FastPathBounds(blocks, window, self._register_bound(slot))
-
-    def _register_bound(self, slot: int) -> int:
-        if not self.spec.enable_caching:
-            return FOREVER
-        keys = min([manager.register_bound(slot) for manager in self.managers])
-        return -(-keys // self._cache_unit) * self._cache_unit
 
     # -- prefix cache ------------------------------------------------------------------------------------------------
 

@@ -115,16 +115,10 @@ class FactApplier:
                 self._blocks.zero_unloaded(slot, computed)
         requests.ends_at[slot] = requests.launch_end(slot)
         requests.computed[slot] = min(requests.computed[slot], computed)
-        requests.invalidate_fast_path(slot)
 
     def add_digests(self, slot: int, digests: Sequence[bytes]) -> None:
-        """Add the hashes of blocks that became full, and let the next row of the request check whether these blocks can
-        be registered.
-        """
-        if digests:
-            self._requests.content[slot].digests.extend(digests)
-            if self._spec.enable_caching:
-                self._requests.invalidate_register_bound(slot)
+        """Add the hashes of blocks that became full."""
+        self._requests.content[slot].digests.extend(digests)
 
     def _append_tokens(self, slot: int, tokens: Sequence[int]) -> bytes:
         """Hash the appended tokens; returns the concatenated digests of the blocks that became full."""
@@ -151,7 +145,6 @@ class FactApplier:
         self._blocks.commit(slot, num_tokens)
         self._tracker.note_keys(slot, pool.step)
         pool.step = seq
-        requests.invalidate_fast_path(slot)
 
     def _end(self, slot: int, end: End, fence: int, seq: int, result: PartResult) -> None:
         if end is End.PREEMPTED and self._requests.running[slot]:
@@ -176,7 +169,6 @@ class FactApplier:
             self._tier_loads.end_jobs(cache, result)
         if any(dropped):
             self._blocks.register_again(cache.evicted)
-            self._requests.invalidate_all_fast_paths()
         for slot in cache.released:
             result.preempted.extend(self._tracker.release_held(slot, self._pool.step))
         self._pool.release_busy(cache.loads_over)

@@ -272,7 +272,6 @@ class InFlightTracker:
         self._withdrawn.clear()
         if held:
             self._blocks.register_again(held)
-            self._requests.invalidate_all_fast_paths()
 
     def _cancel_grants(self, stays: set[Stay], from_step: int) -> None:
         """Remove the records of tokens that steps from `from_step` on granted to these stays (uses of a slot)."""

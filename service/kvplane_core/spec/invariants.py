@@ -20,7 +20,6 @@ from kvplane_core.spec.freelist import FreeList
 from kvplane_core.spec.in_flight import Stay
 from kvplane_core.spec.key_maps import LAZY_KEY
 from kvplane_core.spec.pool import BlockPool
-from kvplane_core.spec.requests import NO_FAST_PATH
 from kvplane_core.spec.split import SplitPool
 from kvplane_core.spec.tiers.invariants import faults
 
@@ -63,7 +62,6 @@ def check_in_slices(replica: Replica) -> Slices:
     yield from _check_requests(replica)
     yield from _check_grants(replica)
     yield from _check_records(replica)
-    yield from _check_fast_paths(replica)
     yield from _check_tiers(replica)
 
 
@@ -450,38 +448,3 @@ def _check_tiers(replica: Replica) -> Slices:
         if fault:
             raise BrokenInvariant("tiers", fault)
         yield
-
-
-def _check_fast_paths(replica: Replica) -> Slices:
-    for slots in pieces(replica.requests.slots(), _REQUESTS):
-        for slot in slots:
-            _check_fast_path(replica, slot)
-        yield
-
-
-def _check_fast_path(replica: Replica, slot: int) -> None:
-    """Check that the bounds of the fast path equal those computed now, and that no block is needed before them."""
-    requests = replica.requests
-    columns = (requests.alloc_bound, requests.window_bound, requests.register_bound)
-    blocks, window, keys = (column[slot] for column in columns)
-    until, processed = requests.fast_path_until[slot], max(0, requests.computed[slot] - requests.in_flight[slot])
-    if until not in (NO_FAST_PATH, min(blocks, window, keys - 1)):
-        text = f"slot {slot}: wrong bounds, fast path until {until}: blocks {blocks}, window {window}, keys {keys}"
-        raise BrokenInvariant("fast_path", text)
-    if not requests.running[slot]:
-        if (until, blocks, window, keys) != (NO_FAST_PATH,) * 4:
-            raise BrokenInvariant("fast_path", f"slot {slot}: wrong bounds, it does not run")
-        return
-    slow = replica.coordinator.fast_path_bounds(slot, processed)
-    if blocks not in (NO_FAST_PATH, slow.blocks):
-        raise BrokenInvariant("fast_path", f"slot {slot} needs a block after {slow.blocks} slots, not {blocks}")
-    # Not compared: an engine may count fewer tokens in flight than there are, and be ahead of the bound computed here.
-    if window != NO_FAST_PATH and any(manager.releases(slot, window - 1) for manager in replica.coordinator.managers):
-        raise BrokenInvariant("fast_path", f"slot {slot}: a block leaves its window before {window} tokens")
-    if keys not in (NO_FAST_PATH, slow.keys):
-        raise BrokenInvariant("fast_path", f"slot {slot} registers a key at {slow.keys} tokens, not {keys}")
-    if until > requests.computed[slot]:
-        for manager in replica.coordinator.managers:
-            if manager.blocks_to_extend(slot, until, until):
-                text = f"slot {slot}: group {manager.group} needs a block before {until} slots"
-                raise BrokenInvariant("fast_path", text)

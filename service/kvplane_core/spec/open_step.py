@@ -15,14 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
-from functools import cached_property
 from typing import Literal
 
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.groups import MAX_TOKENS, CommitRule
+from kvplane.base.groups import CommitRule
 from kvplane.base.sections import AdmitRow
 from kvplane.base.step import (
-    ALL_GROUPS,
     UNCHANGED,
     UNLIMITED,
     AdmitStatus,
@@ -34,7 +32,6 @@ from kvplane.base.step import (
     PartResult,
     Step,
     StepResult,
-    Watermark,
 )
 from kvplane.base.values import MAX_LOOKAHEAD
 from kvplane_core.face.contents import Content
@@ -58,7 +55,6 @@ from kvplane_core.spec.step_applier import StepApplier
 from kvplane_core.spec.validate import StepValidator
 
 NO_SLOT = -1
-NO_END = End.NONE  # an enum's attribute costs more than a global
 
 
 class _Section(IntEnum):
@@ -98,15 +94,10 @@ class OpenStep:
         self._decode_flags = UNALIGNED if self._aligns else 0
         pool = self._blocks.pool
         self._epoch = pool.epoch
-        self._through = max(executed_through, pool.executed_through)
+        through = max(executed_through, pool.executed_through)
+        self._validator = StepValidator(replica.spec, self._requests, through, pool.busy, self._blocks.tiers)
         self._open_part()
         replica.begin_step(self.seq, executed_through)
-
-    @cached_property
-    def _validator(self) -> StepValidator:
-        """Checks the rows that the methods here do not check themselves; most steps have none."""
-        pool = self._blocks.pool
-        return StepValidator(self._replica.spec, self._requests, self._through, pool.busy, self._blocks.tiers)
 
     def close(self) -> StepResult:
         """End the step; returns the result of the step."""
@@ -297,36 +288,30 @@ class OpenStep:
         end = computed + num_new
         if slot in row_in or not (num_new > 0 and before <= num_tokens <= end <= requests.limit[slot]):
             return False  # a second row: perhaps a second grant
-        # Below the bound nothing is allocated or registered; it is 0 for a request that does not run or that loads.
-        is_quiet = not digests and end == num_tokens and end + lookahead <= requests.fast_path_until[slot]
-        is_quiet = is_quiet and 0 <= lookahead <= MAX_LOOKAHEAD
-        if not is_quiet and not self._may_grow(slot, num_tokens, digests, end, lookahead, in_flight):
+        if not self._may_grow(slot, num_tokens, digests, end, lookahead, in_flight):
             return False
-        if self._section is not RUN:
-            self._enter(RUN)
-        rows, granted = self._rows, self._result.granted
+        self._enter(RUN)
         if num_tokens > before or digests:
             requests.num_tokens[slot] = num_tokens
-            if digests:
-                self._replica.facts.add_digests(slot, digests)
+            self._replica.facts.add_digests(slot, digests)
             # Recorded before the rows of other requests, which neither read nor change what this row changes.
-            row = (slot, UNCHANGED, num_tokens - before, digests, UNCHANGED, UNCHANGED, NO_END, 0, UNCHANGED)
-            rows.facts.append(row)
+            self._rows.facts.append(Update(slot, appended=num_tokens - before, digests=digests))
         row_in[slot] = len(self._parts)
-        new: Sequence[list[int]] | None = ()
-        if is_quiet or end + lookahead <= requests.fast_path_until[slot]:
-            rows.runs.append((slot, end - num_tokens, lookahead, -1, self._decode_flags, 0))
-        else:
-            rows.runs.append((slot, end - num_tokens, lookahead, in_flight, self._decode_flags, 0))
-            new = self._blocks.extend(slot, Growth(num_new, lookahead, in_flight))
-            if new is None:
-                granted.append(0)
-                return None
-            self._tracker.note_keys(slot, self.seq)
-            if new:
-                self._report_new_blocks(new)
-        granted.append(num_new)
-        requests.computed[slot] = end
+        self._rows.runs.append((slot, end - num_tokens, lookahead, in_flight, self._decode_flags, 0))
+        return self._grant(slot, Growth(num_new, lookahead, in_flight))
+
+    def _grant(self, slot: int, growth: Growth) -> Sequence[list[int]] | None:
+        """Allocate the blocks of a run row, and grant its tokens; None if too few blocks are free."""
+        new, result = self._blocks.extend(slot, growth), self._result
+        if new is None:
+            result.granted.append(0)
+            return None
+        self._tracker.note_keys(slot, self.seq)
+        for group, ids in enumerate(new):
+            if ids:
+                result.new_blocks.add(len(result.granted), group, ids)
+        result.granted.append(growth.num_new)
+        self._requests.computed[slot] += growth.num_new
         self.granted.add(slot)
         return new
 
@@ -352,12 +337,6 @@ class OpenStep:
         is_due = len(known) + len(digests) <= num_tokens // self._replica.spec.hash_block_size
         return is_due and bool(known) and set(map(len, digests)) == {len(known[0])}
 
-    def _report_new_blocks(self, new: Sequence[list[int]]) -> None:
-        """Add the new blocks of a run row to the result, before the row's grant."""
-        for group, ids in enumerate(new):
-            if ids:
-                self._result.new_blocks.add(len(self._result.granted), group, ids)
-
     def extend(
         self,
         slot: int,
@@ -377,27 +356,13 @@ class OpenStep:
         extra = end - requests.num_tokens[slot]
         if self._aligns:
             flags |= UNALIGNED
-        if lookahead or flags or reserved or slot in requests.loading or (extra > 0 and self._blocks.has_states):
-            row = (slot, extra, lookahead, in_flight, flags, reserved)
-            self._validator.check_row(Part(run=run_section([row])), self.seq)
+        row = (slot, extra, lookahead, in_flight, flags, reserved)
+        self._validator.check_row(Part(run=run_section([row])), self.seq)
         self._enter(_Section.RUN, slot)
-        new: Sequence[list[int]] | None = ()
-        if end + lookahead > requests.fast_path_until[slot] or reserved or flags & FULL_FIT:
-            flying = requests.in_flight[slot] if in_flight < 0 else in_flight
-            delays, full_fit = bool(flags & DELAY_CACHING), bool(flags & FULL_FIT)
-            new = self._blocks.extend(slot, Growth(num_new, lookahead, flying, delays, reserved, full_fit))
-            if new is not None:
-                self._tracker.note_keys(slot, self.seq)
-        self._rows.runs.append((slot, extra, lookahead, in_flight, flags, reserved))
-        result = self._result
-        if new is None:
-            result.granted.append(0)
-            return None
-        self._report_new_blocks(new)
-        result.granted.append(num_new)
-        requests.computed[slot] = end
-        self.granted.add(slot)
-        return new
+        self._rows.runs.append(row)
+        flying = requests.in_flight[slot] if in_flight < 0 else in_flight
+        delays, full_fit = bool(flags & DELAY_CACHING), bool(flags & FULL_FIT)
+        return self._grant(slot, Growth(num_new, lookahead, flying, delays, reserved, full_fit))
 
     def _end_of_run(self, slot: int, num_new: int) -> int:
         """Return where a row of a running request ends; raise InvalidArgument if it cannot be granted the tokens."""
@@ -427,8 +392,7 @@ class OpenStep:
         STALE_HIT. `new_blocks` has the new blocks of a granted row per group.
         """
         row = row_of(slot, num_hit, num_new, terms, self._num_tokens(slot), self._decode_flags)
-        if not self._is_plain_admission(row):
-            self._validator.check_row(Part(admit=admit_section([row])), self.seq)
+        self._validator.check_row(Part(admit=admit_section([row])), self.seq)
         start = num_hit + terms.external
         fits = 0 <= num_new <= self._replica.spec.max_model_len - start
         self._require(fits, "new behind hit", "num_new", num_new, num_hit, terms.external)
@@ -443,21 +407,6 @@ class OpenStep:
             if row.external and row.flags & DELAY_CACHING:
                 self.loads.add(slot)
         return status
-
-    def _is_plain_admission(self, row: AdmitRow) -> bool:
-        """Whether all entries of the row are within the validator's limits, and it loads nothing, as most rows."""
-        return (
-            self._requests.is_live(row.slot)
-            and row.external == row.encoder_tokens == row.reserved == 0
-            and -MAX_TOKENS <= row.extra <= MAX_TOKENS
-            and 0 <= row.lookahead <= MAX_LOOKAHEAD
-            and 0 <= row.expected_hit <= self._replica.spec.max_model_len
-            and 0 <= row.watermark <= Watermark.NEVER
-            and not row.flags & ~(UNALIGNED | FULL_FIT)
-            and 0 <= row.hit_limit <= UNLIMITED
-            and 0 <= row.skip_zero_groups <= ALL_GROUPS
-            and 0 <= row.single_group_hit <= UNLIMITED
-        )
 
     def _num_tokens(self, slot: int) -> int:
         return self._requests.num_tokens[slot] if self._requests.is_live(slot) else 0

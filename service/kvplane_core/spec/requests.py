@@ -2,33 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from kvplane_core.face.contents import Content
-
-NO_FAST_PATH = 0
-
-
-class FastPathBounds(NamedTuple):
-    """The three bounds of a request's fast path: allocated positions, processed tokens and known tokens.
-
-    A row of a step that stays below these bounds needs no work of the managers; see `Requests`.
-    """
-
-    blocks: int
-    window: int
-    keys: int
 
 
 class Requests:
-    """One entry per slot in each column; a slot is live from its news row until its request ends.
-
-    `fast_path_until` is a position in tokens where the fast path of a running request ends. A row of a step that ends
-    at or before this position needs no allocation, no release and no registration, so a step only adds its tokens to
-    the columns. This is safe because `fast_path_until` is the least of three bounds: up to position `alloc_bound` the
-    tables need no block, below `window_bound` processed tokens no block leaves a window, and below `register_bound`
-    known tokens no block can be registered. Code that could lower a bound must call `invalidate_fast_path`.
-    """
+    """One entry per slot in each column; a slot is live from its news row until its request ends."""
 
     def __init__(self) -> None:
         self.live: list[bool] = []
@@ -50,10 +28,6 @@ class Requests:
         self.load_after: list[int] = []  # the load of its external tokens must not start before this step is executed
         self.content: list[Content] = []
         self.ends_at: list[int] = []  # position where the last launch ends, drafts included; see `launch_end`
-        self.fast_path_until: list[int] = []
-        self.alloc_bound: list[int] = []
-        self.window_bound: list[int] = []
-        self.register_bound: list[int] = []
         self.asked: dict[int, tuple[int, int]] = {}  # by slot: last step with drafts, and where its row ended
         self.unserved: dict[int, int] = {}  # by slot: consecutive rows that had room for less than a state block
         self.hit_end: dict[int, int] = {}  # by slot: tokens of the hit of a running request; not with LRU
@@ -92,10 +66,6 @@ class Requests:
             self.adopted_step,
             self.load_after,
             self.ends_at,
-            self.fast_path_until,
-            self.alloc_bound,
-            self.window_bound,
-            self.register_bound,
         )
 
     def add(self, slot: int, num_tokens: int, limit: int, content: Content) -> None:
@@ -114,10 +84,7 @@ class Requests:
         self.stop(slot)
 
     def launch_end(self, slot: int) -> int:
-        """Return the position, in tokens, where the request's last launch ends.
-
-        Rows on the fast path do not update `ends_at`; for them `computed` is this position.
-        """
+        """Return the position, in tokens, where the request's last launch ends."""
         return max(self.ends_at[slot], self.computed[slot])
 
     def shortest_state(self, slot: int, appended: int) -> int:
@@ -144,23 +111,6 @@ class Requests:
         self.not_zeroed.discard(slot)
         self.unserved.pop(slot, None)
         self.hit_end.pop(slot, None)
-        self.invalidate_fast_path(slot)
-
-    def invalidate_fast_path(self, slot: int) -> None:
-        """End the fast path of a request, so that its next row calls every manager."""
-        self.fast_path_until[slot] = self.alloc_bound[slot] = self.register_bound[slot] = NO_FAST_PATH
-        self.window_bound[slot] = NO_FAST_PATH
-
-    def invalidate_register_bound(self, slot: int) -> None:
-        """End the fast path because a block may have become registrable; `alloc_bound` and `window_bound`
-        stay valid.
-        """
-        self.fast_path_until[slot] = self.register_bound[slot] = NO_FAST_PATH
-
-    def invalidate_all_fast_paths(self) -> None:
-        """End the fast path of all requests."""
-        for slot in self.slots():
-            self.invalidate_fast_path(slot)
 
     def end(self, slot: int) -> None:
         """End the request and free its slot."""

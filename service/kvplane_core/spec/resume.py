@@ -253,7 +253,6 @@ class Resumption:
                 self._pool.assign(normalized, manager.group in self._pool.state_groups)
             self._take(normalized)
             manager.resume(slot, normalized, progress, num_cached)
-        requests.invalidate_fast_path(slot)
 
     def _hold(self, slot: int, blocks: list[int], loading: bool) -> None:
         requests = self._requests

@@ -21,7 +21,7 @@ from kvplane_core.spec.hazard import check
 from kvplane_core.spec.in_flight import Grants, InFlightTracker, Stay
 from kvplane_core.spec.policies import HazardList, are_hints
 from kvplane_core.spec.pool import BlockPool
-from kvplane_core.spec.requests import NO_FAST_PATH, Requests
+from kvplane_core.spec.requests import Requests
 from kvplane_core.spec.split import SplitPool
 from kvplane_core.spec.tiers.entries import counters_of, load_tiers, state_of
 
@@ -39,8 +39,6 @@ REQUEST_COLUMNS = (
     "ends_at",
 )  # fmt: skip
 REQUEST_VALUES = ("asked", "unserved", "num_running", "loading", "not_zeroed")
-# Derived: a loaded request has no fast path until its next row has computed its bounds again.
-BOUNDS = ("fast_path_until", "alloc_bound", "window_bound", "register_bound")
 
 
 def encode(replica: Replica, with_statistics: bool, hashed: bool) -> Iterator[bytes]:
@@ -243,8 +241,6 @@ def _load_requests(requests: Requests, entries: dict[str, list[Any]], scheme: Ha
     if "eviction" in entries:
         policy, _, requests.hit_end, *others = entries["eviction"][0]
         requests.hints = others[-1] if policy == EvictionPolicy.HAZARD.value else {}
-    for name in BOUNDS:
-        setattr(requests, name, [NO_FAST_PATH] * len(requests.live))
     requests.content = [Content([]) for _ in requests.live]
     for slot, digests, hasher in entries.get("content", ()):
         requests.content[slot] = Content(digests, hasher_of(hasher, scheme) if hasher else None)

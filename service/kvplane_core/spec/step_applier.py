@@ -90,32 +90,22 @@ class StepApplier:
         """
         requests = self._requests
         running, num_tokens, computed = requests.running, requests.num_tokens, requests.computed
-        fast_path_until, lookahead = requests.fast_path_until, rows.lookahead
         self._run_slots = rows.slot
         if rows.extra and self._blocks.has_states:
             for slot, extra in zip(rows.slot, rows.extra, strict=True):
                 requests.asked[slot] = (self._seq, num_tokens[slot] + extra)
         granted = self._result.granted = self._unnoted = [0] * len(rows.slot)
         victims, cannot_run = self._victims(rows), self._tracker.cannot_run(self._seq)
-        plain = not (rows.extra or rows.cap or rows.flags)
-        # Rows that may be refused although they need no block.
-        limited = bool(rows.reserved) or any(flags & FULL_FIT for flags in rows.flags)
-        most = 1 if self._aligns else UNLIMITED  # a row with one known token needs no alignment
         room = self._room()
         for row, slot in enumerate(rows.slot):
             if room <= 0:
                 break
             if not running[slot] or slot in cannot_run:
                 continue
-            wanted = num_tokens[slot] - computed[slot]
-            if not plain or wanted > most:
-                wanted = self._limited(rows, row, slot, wanted, room)
-            elif wanted > room:
-                wanted = room
+            wanted = self._limited(rows, row, slot, num_tokens[slot] - computed[slot], room)
             if wanted <= 0:
                 continue
-            slots = computed[slot] + wanted + (lookahead[row] if lookahead else 0)
-            if (slots > fast_path_until[slot] or limited) and not self._extend(rows, row, wanted, victims):
+            if not self._extend(rows, row, wanted, victims):
                 if rows.on_refusal is OnRefusal.STOP:
                     break
                 room = self._room()
@@ -192,8 +182,7 @@ class StepApplier:
             new = self._blocks.extend(slot, Growth(wanted, lookahead, in_flight, delays, reserved, full_fit))
             if new is not None:
                 self._tracker.note_keys(slot, self._seq)
-                if new:
-                    self._new[row] = new
+                self._new[row] = new
                 return True
             if rows.on_refusal is not OnRefusal.PREEMPT:
                 return False

@@ -301,10 +301,6 @@ class GroupManager(ABC):
             last = min(skipped // self.block_size, len(self.table[slot]))
             self._release_range(slot, 0, last)
 
-    def releases(self, slot: int, num_processed: int) -> bool:
-        """Whether `release_skipped` would release a block; used by the check of invariants."""
-        return any(self.table[slot][: max(self.skipped_tokens(num_processed), 0) // self.block_size])
-
     def _release_range(self, slot: int, first: int, last: int) -> None:
         table = self.table[slot]
         freed = []
@@ -459,28 +455,6 @@ class GroupManager(ABC):
 
     def _digest(self, digests: Sequence[bytes], index: int) -> bytes:
         return digests[(index + 1) * (self.block_size // self.hash_size) - 1]
-
-    # -- fast path ---------------------------------------------------------------------------------------------------
-
-    def alloc_bound(self, slot: int) -> int:
-        """Return the position, in tokens, up to which the request can grow without another block."""
-        if slot in self.partial_hit:
-            return 0
-        return len(self.table[slot]) * self.block_size
-
-    def window_bound(self, slot: int, num_processed: int) -> int:
-        """Return the number of processed tokens below which no further block leaves the attention window.
-
-        `release_skipped(slot, num_processed)` must have been called before.
-        """
-        del slot, num_processed
-        return FOREVER
-
-    def register_bound(self, slot: int) -> int:
-        """Return the number of tokens below which no further block can be registered, with the hashes known now."""
-        end = (max(self.num_cached[slot], 0) + 1) * self.block_size
-        hashed = len(self.requests.content[slot].digests) * self.hash_size
-        return end if end <= hashed else FOREVER
 
     def is_sound(self, slot: int) -> bool:
         """Whether the manager's record of the request is consistent with its table; used by the check of invariants."""

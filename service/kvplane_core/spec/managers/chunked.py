@@ -21,13 +21,6 @@ class ChunkedLocalManager(GroupManager):
         """Return the number of tokens in all chunks before the chunk of the next token."""
         return num_computed // self.spec.chunk * self.spec.chunk
 
-    def window_bound(self, slot: int, num_processed: int) -> int:
-        """Return the first position of the next chunk: the blocks of the current chunk can be released when
-        it begins.
-        """
-        del slot
-        return (num_processed // self.spec.chunk + 1) * self.spec.chunk
-
     def find(self, query: Query) -> tuple[list[list[int]], int]:
         """Find a prefix: null blocks for all chunks but the last one, then the cached blocks of the last chunk up to a
         missing one.

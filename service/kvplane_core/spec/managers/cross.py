@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from kvplane_core.face.interface import Need
 from kvplane_core.face.keys import NULL_BLOCK
-from kvplane_core.spec.managers.base import FOREVER, GroupManager
+from kvplane_core.spec.managers.base import GroupManager
 from kvplane_core.spec.managers.questions import Query, RequestProgress
 
 
@@ -54,11 +54,3 @@ class CrossAttentionManager(GroupManager):
     def find(self, query: Query) -> tuple[list[list[int]], int]:
         """Return no blocks: this group is never cached."""
         return [[] for _ in query.groups], 0
-
-    def alloc_bound(self, slot: int) -> int:
-        """Return FOREVER: decoder tokens need no block."""
-        return FOREVER
-
-    def register_bound(self, slot: int) -> int:
-        """Return FOREVER: no block is ever registered."""
-        return FOREVER

@@ -104,24 +104,6 @@ class FullAttentionManager(GroupManager):
         """
         return self.requests.num_prompt[slot] - (0 if self.drops_last_block else 1)
 
-    def register_bound(self, slot: int) -> int:
-        """Return the number of tokens below which no further block can be registered.
-
-        0 while the prefix at the prompt's last hash boundary is not registered.
-        """
-        return 0 if self._awaits_prompt_tail(slot) else super().register_bound(slot)
-
-    def _awaits_prompt_tail(self, slot: int) -> bool:
-        if self.block_size == self.hash_size:
-            return False
-        digests = self.requests.content[slot].digests
-        if len(digests) < self._prompt_limit(slot) // self.hash_size:
-            return True  # with a hash look-ahead the last hashes arrive later
-        boundary, block = self._prompt_tail(slot)
-        if block == NULL_BLOCK:
-            return False
-        return not self.pool.has_key(block, self.key(slot, boundary // self.hash_size))
-
 
 def register_inside_block(manager: GroupManager, slot: int, block: int, num_tokens: int) -> Key:
     """Register the key of the prefix of `num_tokens` tokens, which ends inside `block`; returns this key.
@@ -197,12 +179,6 @@ class RetainedWindowManager(FullAttentionManager):
         window_start = max(prompt, num_processed - self.spec.window)
         self._release_range(slot, self._blocks_for(prompt), window_start // self.block_size)
 
-    def releases(self, slot: int, num_processed: int) -> bool:
-        """Whether `release_skipped` would release a block."""
-        prompt = self.requests.num_prompt[slot]
-        window_start = max(prompt, num_processed - self.spec.window)
-        return any(self.table[slot][self._blocks_for(prompt) : window_start // self.block_size])
-
     def normalize_table(self, table: list[int], at: RequestProgress) -> list[int] | None:
         """Return the table with null blocks in the gap between prompt and window; None if another block is missing.
 
@@ -221,12 +197,6 @@ class RetainedWindowManager(FullAttentionManager):
         """
         window_start = max(self.requests.num_prompt[slot], num_computed - self.spec.window)
         return NULL_BLOCK not in self.table[slot][window_start // self.block_size :]
-
-    def window_bound(self, slot: int, num_processed: int) -> int:
-        """Return the number of processed tokens at which the next block is in the gap between prompt and window."""
-        prompt = self.requests.num_prompt[slot]
-        start = max(prompt, num_processed - self.spec.window)
-        return (start // self.block_size + 1) * self.block_size + self.spec.window
 
 
 __all__ = [

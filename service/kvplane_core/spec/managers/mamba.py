@@ -279,31 +279,12 @@ class AlignedStateManager(GroupManager):
         if index != NO_STATE and index < self._blocks_for(num_processed) - 1:
             self._give_up(slot, [index])
 
-    def releases(self, slot: int, num_processed: int) -> bool:
-        """Whether `release_skipped` would release a state."""
-        index, table = self.last_state[slot], self.table[slot]
-        last_goes = index != NO_STATE and index < self._blocks_for(num_processed) - 1 and table[index] != NULL_BLOCK
-        return last_goes or super().releases(slot, num_processed)
-
     def _release_range(self, slot: int, first: int, last: int) -> None:
         first = max(first, self.num_retired[slot])
         if first >= last:
             return
         self._give_up(slot, range(last - 1, first - 1, -1))
         self.num_retired[slot] = last
-
-    def window_bound(self, slot: int, num_processed: int) -> int:
-        """Return the number of processed tokens from which on the next state can be released."""
-        del num_processed
-        next_retired = (self.num_retired[slot] + 1) * self.block_size + 1
-        index = self.last_state[slot]
-        if index == NO_STATE or self.table[slot][index] == NULL_BLOCK:
-            return next_retired
-        return min(next_retired, (index + 1) * self.block_size + 1)
-
-    def alloc_bound(self, slot: int) -> int:
-        """Return a position, in tokens, up to which no state is missing; it may be too low, as lookahead needs none."""
-        return super().alloc_bound(slot) - self.spec.speculative_blocks * self.block_size
 
     # -- prefix cache ------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvplane_core.face.interface import Need
 from kvplane_core.face.keys import NULL_BLOCK
-from kvplane_core.spec.managers.base import FOREVER, GroupManager
+from kvplane_core.spec.managers.base import GroupManager
 from kvplane_core.spec.managers.questions import Query, RequestProgress
 
 
@@ -50,11 +50,3 @@ class RingManager(GroupManager):
     def find(self, query: Query) -> tuple[list[list[int]], int]:
         """Return no blocks: this group is never cached."""
         return [[] for _ in query.groups], 0
-
-    def alloc_bound(self, slot: int) -> int:
-        """Return FOREVER once the request has its block, else 0."""
-        return FOREVER if self.table[slot] else 0
-
-    def register_bound(self, slot: int) -> int:
-        """Return FOREVER: no block is ever registered."""
-        return FOREVER

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from kvplane_core.face.interface import Need
 from kvplane_core.face.keys import NULL_BLOCK
-from kvplane_core.spec.managers.base import FOREVER, GroupManager
+from kvplane_core.spec.managers.base import GroupManager
 from kvplane_core.spec.managers.questions import Query
 
 
@@ -46,15 +46,6 @@ class UncachedStateManager(GroupManager):
         """Return the number of computed tokens less one: only the state of the last token is needed."""
         return num_computed - 1
 
-    def window_bound(self, slot: int, num_processed: int) -> int:
-        """Return the number of processed tokens from which on the next block of the table can be released."""
-        del slot
-        return (max(num_processed - 1, 0) // self.block_size + 1) * self.block_size + 1
-
-    def alloc_bound(self, slot: int) -> int:
-        """Return the position, in tokens, up to which no block is missing; the last blocks are for draft states."""
-        return super().alloc_bound(slot) - self.block_size * self.spec.speculative_blocks
-
     def find(self, query: Query) -> tuple[list[list[int]], int]:
         """Return no blocks: states in this mode are never cached."""
         return [[] for _ in query.groups], 0
@@ -62,7 +53,3 @@ class UncachedStateManager(GroupManager):
     def register_blocks(self, slot: int, num_tokens: int, boundaries: Sequence[int]) -> None:
         """Do nothing: states in this mode are never cached."""
         return
-
-    def register_bound(self, slot: int) -> int:
-        """Return FOREVER: no block is ever registered."""
-        return FOREVER

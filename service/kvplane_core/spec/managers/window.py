@@ -40,12 +40,6 @@ class SlidingWindowManager(GroupManager):
         """Return the index of the first block inside the window: a hit has none of the blocks retained before it."""
         return max(0, num_computed - self._window + 1) // self.block_size
 
-    def window_bound(self, slot: int, num_processed: int) -> int:
-        """Return the number of processed tokens at which the next block leaves the window."""
-        del slot
-        released = self.skipped_tokens(num_processed) // self.block_size
-        return (released + 1) * self.block_size + self._margin
-
     def find(self, query: Query) -> tuple[list[list[int]], int]:
         """Find the longest prefix whose last blocks, as many as the window needs, are all cached; searches from the
         right.

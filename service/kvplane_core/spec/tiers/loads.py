@@ -302,7 +302,6 @@ class TierLoads:
                 self._register(load)
             else:
                 self._blocks.register_again(blocks)
-                requests.invalidate_all_fast_paths()
         else:
             tiers.counters.loads_failed += 1
             for row in load.rows:
