@@ -39,5 +39,6 @@ fi
 say "installing kvplane[$extras] into .venv (the first time: 45 packages or more, 230 MB or more, about a minute)"
 install --constraint locks/dev.txt --editable ".[$extras]"
 .venv/bin/python -m pip check
-say "block hashes: $(.venv/bin/python -c 'from kvplane.base.hashing import native; print(native.describe())')"
+said='from kvplane.base.hashing import native; from kvplane_core.face import loader; print(native.describe() + "; core:", loader.describe())'
+say "block hashes: $(.venv/bin/python -c "$said" || echo unknown)"
 say "ready: $(.venv/bin/python --version), $(.venv/bin/python -m pip list 2>/dev/null | tail -n +3 | wc -l) packages, ${SECONDS} s"

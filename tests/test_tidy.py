@@ -68,6 +68,11 @@ PLANTED = {
     "file_length": (LIBRARY, "x = 1\n" * 501, "x = 1\n" * 500),
     "repeated_lines": (LIBRARY, repetition(13), repetition(12)),
     "core_purity": (CORE, "def f() -> None:\n    import time\n", "import math\n"),
+    "unpublished": (
+        "docs/x.md",
+        "pip install -U 'kvp" + "lane[vllm]'\n",
+        "pip install '.[vllm]'; helm install kvplane",
+    ),
     "plain_words": ("docs/glossary.md", "It is to" + "ld so.\n", "The report is sent.\n"),
 }
 
@@ -103,6 +108,8 @@ def test_rule_finds_a_planted_fault_and_accepts_its_neighbour(rule):
         (tidy.private_places, "notes.md", "https://py" + "pi.org/simple\n"),
         (tidy.repeated_lines, "tests/test_x.py", repetition(30)),
         (tidy.core_purity, CORE, "from google.protobuf import message\n"),
+        (tidy.unpublished, LIBRARY, 'remedy = "install kvp' + 'lane[fleet]"\n'),
+        (tidy.unpublished, "docs/x.md", "python -m pip install\n  kvp" + "lane\n"),
         (tidy.plain_words, "docs/glossary.md", "class To" + "ldTwice:\n"),
         (tidy.plain_words, "docs/glossary.md", "in pl" + "ace\n# of\n"),
     ],

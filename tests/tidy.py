@@ -77,6 +77,10 @@ PRIVATE_PLACES = {
     ),
 }
 
+UNPUBLISHED = re.compile(r"pip\d? install\s+(?:-\S+\s+)*['\"]?kvplane\b|install\s+['\"]?kvplane\[")
+# What an index would need, where kvplane was installed from one.
+COMMANDS_BY_ORIGIN = ("clients/python/kvplane/base/installed.py", "tests/base/test_installed.py")
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -348,6 +352,14 @@ def plain_words(tree: Tree) -> Iterator[str]:
             yield from (complaint(f, line, f"{word!r}: write {remedy}") for line, word, remedy in words.banned(f.text))
 
 
+def unpublished(tree: Tree) -> Iterator[str]:
+    """A pip command that looks for kvplane in an index, where it is not."""
+    for f in tree.files:
+        for found in () if f.path in COMMANDS_BY_ORIGIN else UNPUBLISHED.finditer(f.text):
+            remedy = "write pip install '.[EXTRA]' in a clone; in code kvplane.base.installed.command_for"
+            yield complaint(f, f.text.count("\n", 0, found.start()) + 1, f"kvplane is not on an index: {remedy}")
+
+
 RULES: tuple[Callable[[Tree], Iterator[str]], ...] = (
     function_length,
     compiled_source,
@@ -363,4 +375,5 @@ RULES: tuple[Callable[[Tree], Iterator[str]], ...] = (
     repeated_lines,
     core_purity,
     plain_words,
+    unpublished,
 )

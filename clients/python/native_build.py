@@ -1,6 +1,7 @@
 """Build hook of hatchling: compile the hashing of blocks, the core and the fleet's index with g++, or leave them out
 where that is not possible.
 
+No flag makes an error of a warning, so that a newer compiler that warns of more still compiles; tests use WARNINGS.
 With the libraries, the wheel fits one platform and every Python from 3.11; without them, all platforms. KVPLANE_BUILD
 selects: `auto` (default) compiles where it can, `native` fails where it cannot, `python` does not compile.
 An editable install puts the libraries next to their sources; `python clients/python/native_build.py` compiles those
@@ -11,11 +12,13 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +28,7 @@ WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Werror"]
 FLAGS = ["-std=c++20", "-O3", "-fPIC", "-shared", "-fvisibility=hidden"]
 LINKED = ["-static-libgcc", "-static-libstdc++"]  # so that the library needs libc alone
 VARIABLE = "KVPLANE_BUILD"
+REMEDY = "Install g++ (C++20) and the headers of Python, then install kvplane again"
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -68,8 +72,19 @@ def digest_of_sources(library: Library) -> str:
     return hashed.hexdigest()
 
 
-def _compiler() -> str:
-    return os.environ.get("CXX") or "g++"
+def _compiler() -> list[str]:
+    """Return the command of the compiler: CXX may have options, as for make."""
+    return shlex.split(os.environ.get("CXX", "")) or ["g++"]
+
+
+def warn_of_python(reason: CannotCompile) -> str:
+    """Return the line for an install that runs without the libraries, and print it on the terminal, if there is one:
+    pip shows what a build prints only if the build fails.
+    """
+    line = f"kvplane: hashing, core and index are not compiled ({reason}): the slower Python ones run. {REMEDY}"
+    with suppress(OSError), open("/dev/tty", "w") as terminal:
+        terminal.write(f"\n{line}\n")
+    return line
 
 
 def compile_library(
@@ -81,19 +96,19 @@ def compile_library(
         CannotCompile: there is no g++, or it fails.
     """
     compiler = _compiler()
-    if shutil.which(compiler) is None:
-        raise CannotCompile(f"there is no {compiler}")
+    if shutil.which(compiler[0]) is None:
+        raise CannotCompile(f"there is no {compiler[0]}")
     headers = sysconfig.get_paths()["include"]
     fresh = target.with_suffix(f".{os.getpid()}")
     source = ROOT / library.root / library.source
     named = f'-DKVPLANE_SOURCES="{digest_of_sources(library)}"'
     flags = [*FLAGS, *library.flags, *(flags or []), *linked, named]
-    command = [compiler, *flags, f"-I{headers}", str(source), "-o", str(fresh)]
+    command = [*compiler, *flags, f"-I{headers}", str(source), "-o", str(fresh)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no message"]
         wrong = next((line for line in lines if "error" in line), lines[-1])
-        raise CannotCompile(f"{compiler} failed: {wrong}")
+        raise CannotCompile(f"{compiler[0]} failed: {wrong}")
     fresh.replace(target)
 
 
@@ -116,7 +131,7 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         except CannotCompile as reason:
             if choice == "native":
                 raise
-            self.app.display_warning(f"kvplane: hashing, core and index are not compiled ({reason}), Python is used")
+            self.app.display_warning(warn_of_python(reason))
 
     def _next_to_source(self, library: Library) -> Path:
         return Path(self.root) / library.root / library.path
@@ -153,9 +168,11 @@ def compile_changed() -> None:
         if made.exists() and digest_of_sources(library).encode() in made.read_bytes():
             continue
         made.unlink(missing_ok=True)
-        if choice == "native" or (choice == "auto" and shutil.which(_compiler())):
+        if choice == "native" or (choice == "auto" and shutil.which(_compiler()[0])):
             sys.stdout.write(f"== compiling {library.root}/{library.source}\n")
             compile_library(library, made)
+        elif choice == "auto":
+            sys.stderr.write(f"{library.source} is not compiled, there is no {_compiler()[0]}. {REMEDY}\n")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import typer
 
 from kvplane.base.errors import InvalidArgument, NotFound
 from kvplane.base.groups import TierKind
+from kvplane.base.installed import command_for
 
 
 def command(
@@ -76,7 +77,8 @@ def command(
 def _require_torch() -> None:
     missing = [name for name in ("torch", "grpc_health") if find_spec(name) is None]
     if missing:
-        raise NotFound(f"the package {missing[0]} is not installed", field="worker", remedy="install kvplane[worker]")
+        remedy = command_for("cli,worker")
+        raise NotFound(f"the package {missing[0]} is not installed", field="worker", remedy=remedy)
 
 
 def _print_address(address: str) -> None:

@@ -11,7 +11,7 @@ from io import TextIOWrapper
 
 
 def main() -> None:
-    """Run the command line. A package that is not installed is reported as one line with the pip command.
+    """Run the command line. A package that is not installed is reported as one line with the pip command for it.
 
     Characters that the encoding of the terminal or pipe does not have are printed as question marks.
     """
@@ -26,7 +26,9 @@ def main() -> None:
         missing = (error.name or "").partition(".")[0]
         if not missing or missing.startswith("kvplane"):
             raise
-        sys.stderr.write(f"kvplane: this command needs {missing}: pip install 'kvplane[cli,service]'\n")
+        from kvplane.base.installed import command_for
+
+        sys.stderr.write(f"kvplane: this command needs {missing}: {command_for('cli,service')}\n")
         sys.exit(1)
     except KeyboardInterrupt:  # while the commands are imported
         sys.exit(130)

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from urllib.request import urlopen
 
 from tests.cli.processes import KVPLANE, Watched, children, interrupt, run_kvplane, running
 
@@ -85,6 +86,61 @@ def test_commands_that_the_demo_prints_work_while_it_runs():
     assert "sliding_window" in seen_hit
 
 
+def on_a_terminal(*options: str) -> tuple[int, int]:
+    """A demo on a terminal of its own: process id, and the other end of the terminal."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        size = {"TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"}
+        os.execve(KVPLANE[0], [*KVPLANE, "demo", *options], {**os.environ, **size})
+    return pid, terminal
+
+
+def rest_of(terminal: int) -> bytes:
+    """Read a terminal until its other end is closed, which a pty reports as an error."""
+    said = b""
+    try:
+        while chunk := os.read(terminal, 4096):
+            said += chunk
+    except OSError:
+        pass
+    finally:
+        os.close(terminal)
+    return said
+
+
+def exit_code(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_on_a_terminal_the_demo_serves_until_ctrl_c_after_its_tables():
+    pid, terminal = on_a_terminal("--plain")
+    said = b""
+    while b"the service runs until Ctrl-C" not in said or not said.endswith(b"/\r\n"):
+        said += os.read(terminal, 4096)
+    lines = said.decode().rpartition("the service runs until Ctrl-C; in another terminal:")[2].split("\r\n")[1:]
+    service = [Watched(child) for child in children(pid)]
+    try:
+        asked = [run_kvplane(*line.split()[1:]) for line in (lines[0] + " --once", *lines[1:3])]
+        page = urlopen(lines[3].split()[-1], timeout=10).read()
+    finally:
+        os.kill(pid, signal.SIGINT)
+        rest_of(terminal)
+    assert exit_code(pid) == 0
+    assert all(one.wait_for_end() for one in service)
+    assert [one.returncode for one in asked] == [0, 0, 0], [one.stderr for one in asked]
+    assert all(model in asked[0].stdout for model in MODELS)
+    assert re.match(r"\d+ of \d+ tokens hit in step \d+", asked[2].stdout), asked[2].stdout
+    assert b"<title>" in page
+
+
+def test_the_demo_exits_on_a_terminal_where_it_is_asked_to():
+    pid, terminal = on_a_terminal("--plain", "--once")
+    said = rest_of(terminal)
+    assert exit_code(pid) == 0
+    assert b"without a prefix cache" in said
+    assert b"until Ctrl-C" not in said
+
+
 def test_ctrl_c_of_the_demo_leaves_no_child():
     with running("demo") as process:
         assert process.stdout is not None
@@ -98,22 +154,12 @@ def test_ctrl_c_of_the_demo_leaves_no_child():
 
 def test_ctrl_c_of_the_demo_restores_the_terminal():
     """On a terminal the live view hides the cursor; it must be shown again."""
-    pid, terminal = pty.fork()
-    if pid == 0:
-        size = {"TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"}
-        os.execve(KVPLANE[0], [*KVPLANE, "demo"], {**os.environ, **size})
+    pid, terminal = on_a_terminal()
     said = b""
     while MODELS[0].encode() not in said:
         said += os.read(terminal, 4096)
     assert b"\x1b[?25l" in said
     os.kill(pid, signal.SIGINT)
-    try:
-        while chunk := os.read(terminal, 4096):
-            said += chunk
-    except OSError:
-        pass  # how a pty says that its other end is closed
-    finally:
-        os.close(terminal)
-    _, status = os.waitpid(pid, 0)
-    assert os.waitstatus_to_exitcode(status) == 130
+    said += rest_of(terminal)
+    assert exit_code(pid) == 130
     assert said.rindex(b"\x1b[?25h") > said.rindex(b"\x1b[?25l")

@@ -192,6 +192,14 @@ def wrong_choice_of_hashes(service: Service) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def no_compiled_core(service: Service) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(loader.VARIABLE, raising=False)
+        patch.setattr(loader, "_native", lambda: None)
+        yield
+
+
 FAULTS: dict[str, Callable[[Service], AbstractContextManager[None]]] = {
     "health": draining,
     "reflection": nothing,  # the service is started without it
@@ -207,6 +215,7 @@ FAULTS: dict[str, Callable[[Service], AbstractContextManager[None]]] = {
     "chunks": small_budget,
     "prompts": decodes_in_front,
     "drafts": rejecting_engine,
+    "cores": no_compiled_core,
     "hashes": wrong_choice_of_hashes,
 }
 
@@ -236,7 +245,7 @@ def test_doctor_finds_a_server_without_health_service():
 
 
 def test_doctor_checks_have_a_staged_fault_each():
-    assert list(FAULTS) == [check for check in CHECKS if check != "cores"], "each core is well"
+    assert list(FAULTS) == CHECKS
 
 
 @pytest.mark.parametrize("check", FAULTS)
@@ -267,5 +276,14 @@ def test_describe_and_doctor_say_why_a_replica_has_no_compiled_core(kvplane, mon
         spec = encode_spec(replica_spec(full(page_bytes=64)))
         service.allocation.RegisterReplica(pb.RegisterReplicaRequest(replica="r", spec=spec))
         for command in (["describe", "r"], ["doctor"]):
-            _, out, _ = kvplane(*command, "--service", service.address)
+            code, out, _ = kvplane(*command, "--service", service.address)
             assert "python (KVPLANE_CORE=python)" in out
+            assert code == 0, "it was selected"
+
+
+def test_doctor_names_a_service_that_falls_back_before_it_has_a_replica(kvplane):
+    with running() as service, no_compiled_core(service):
+        code, out, _ = kvplane("doctor", "--service", service.address)
+    assert code == 1
+    assert "no replica; new ones: python (the compiled core is not installed)" in out
+    assert "install g++ and install kvplane again" in out

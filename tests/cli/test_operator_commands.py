@@ -68,7 +68,12 @@ def ask(service, kvplane):
 def test_status_command_prints_the_service(ask, service):
     lines = ask("status").splitlines()
     assert lines[0].startswith(f"kvplane {version('kvplane')} at {service.address}, serving for ")
-    assert lines[1:] == ["replicas: 2 (1 live, 1 idle, 0 lapsed, 0 recovering)", "metrics: none", "traces: off"]
+    assert lines[1:] == [
+        "replicas: 2 (1 live, 1 idle, 0 lapsed, 0 recovering)",
+        "metrics: none",
+        "traces: off",
+        "core: native",
+    ]
 
 
 def test_replicas_command_lists_replicas(ask):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -32,17 +33,14 @@ class Installed:
     """An environment of its own with kvplane; commands run in an empty folder."""
 
     def __init__(self, folder: Path, archive: Path) -> None:
-        self._folder, self._archive = folder, archive
+        self._folder, self.archive = folder, archive
         self._bin = folder / "bin"
         venv.create(folder, symlinks=True)
-        self.install("")
+        self.install(str(archive))
 
-    def install(self, extras: str) -> None:
-        subprocess.run(
-            [*QUIET_PIP, "--python", str(self._bin / "python"), "install", f"{self._archive}{extras}"],
-            check=True,
-            env=environment(),
-        )
+    def install(self, *words: str) -> None:
+        command = [*QUIET_PIP, "--python", str(self._bin / "python"), "install", *words]
+        subprocess.run(command, check=True, env=environment())
 
     def command(self, *words: str) -> list[str]:
         return [str(self._bin / "kvplane"), *words]
@@ -71,8 +69,10 @@ def installed(tmp_path_factory) -> Installed:
 
 @pytest.fixture(scope="module")
 def complete(installed) -> Installed:
-    """The same environment with the commands and the service; tests of the base install come before."""
-    installed.install("[cli,service]")
+    """The same environment after the command that it names itself; tests of the base install come before."""
+    named = shlex.split(installed.run("serve").stderr.partition("typer: ")[2])
+    assert named[:2] == ["pip", "install"]
+    installed.install(*named[2:])
     return installed
 
 
@@ -94,7 +94,7 @@ def address(complete) -> Iterator[str]:
 @pytest.mark.parametrize("words", [(), ("serve",), ("--help",)])
 def test_base_install_names_the_pip_command(installed, words):
     done = installed.run(*words)
-    said = "kvplane: this command needs typer: pip install 'kvplane[cli,service]'\n"
+    said = f"kvplane: this command needs typer: pip install '{installed.archive}[cli,service]'\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
 
 
@@ -113,7 +113,8 @@ def test_a_command_without_its_package_names_the_extra(complete, tmp_path):
     where = ("--run-dir", str(tmp_path / "run"), "--service", "127.0.0.1:9")
     done = complete.run("worker", "--replica", "r", "--device", "cpu", *where)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "kvplane: worker: the package torch is not installed (install kvplane[worker])\n"
+    remedy = f"pip install '{complete.archive}[cli,worker]'"
+    assert done.stderr == f"kvplane: worker: the package torch is not installed ({remedy})\n"
 
 
 def test_top_draws_and_ends(complete, address):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import pty
 import shutil
 import subprocess
 import sys
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 import native_build
-from tests.packaging.environments import ROOT
+from tests.packaging.environments import QUIET_PIP, ROOT
 from tests.packaging.images import instructions
 
 pytestmark = [pytest.mark.packaging, pytest.mark.timeout(300)]
@@ -70,6 +72,36 @@ def test_without_a_compiler_the_wheel_fits_every_platform_and_says_so(tmp_path, 
     assert "hashing, core and index are not compiled" in done.stdout + done.stderr
     assert [path.name.split("-", 2)[2] for path in tmp_path.glob("*.whl")] == ["py3-none-any.whl"]
     assert not list(unpacked(tmp_path).rglob("*.so"))
+
+
+def test_an_install_without_a_compiler_says_so_on_the_terminal(tmp_path):
+    """Pip itself hides what a build prints."""
+    command = [*QUIET_PIP, "wheel", str(ROOT), "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path)]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execve(command[0], command, {**os.environ, "CXX": "no-such-compiler", "KVPLANE_BUILD": "auto"})
+    said = b""
+    with suppress(OSError):  # how a pty says that its other end is closed
+        while chunk := os.read(terminal, 4096):
+            said += chunk
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    text = " ".join(said.decode().split())
+    assert "are not compiled (there is no no-such-compiler): the slower Python ones run. Install g++ (C++20)" in text
+
+
+def test_a_compiler_that_warns_of_everything_still_compiles(tmp_path):
+    """As a newer one does, of what this one does not know: a warning is printed for each library."""
+    if shutil.which("g++") is None:
+        pytest.skip("there is no g++: nothing is compiled")
+    warning = 'g++ -Weffc++ -Wconversion -Wuseless-cast "$@" && echo "x.cpp:1: warning: a newer one" >&2'
+    compiler = tmp_path / "newer"
+    compiler.write_text(f"#!/bin/sh\n{warning}\n")
+    compiler.chmod(0o755)
+    done = build(tmp_path, CXX=f"{compiler} -O0", KVPLANE_BUILD="auto")
+    assert done.returncode == 0, done.stderr
+    content = unpacked(tmp_path)
+    assert all((content / library.path).is_file() for library in LIBRARIES), done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvplane_core.face.native import NativeReplica
     from kvplane_core.face.native.open_step import NativeOpenStep
 
+REMEDY = "install g++ and install kvplane again (in a clone: run make)"
 _PACKAGE = "kvplane_core.face.native"
 VARIABLE = "KVPLANE_CORE"
 AUTO = "auto"
@@ -67,12 +68,20 @@ def open_step(replica: NativeReplica, executed_through: int, records: bool = Fal
 
 def describe() -> str:
     """Return which core this process uses, in a line for people. Raises the errors of `new_replica`."""
+    name, reason = chosen()
+    return f"{name} ({reason})" if reason and _choice() == AUTO else name
+
+
+def chosen() -> tuple[str, str]:
+    """Return which core new replicas get, as `KVPLANE_CORE` names it, and why it is not the compiled one ("" if it is).
+    Raises the errors of `new_replica`.
+    """
     choice = _choice()
-    if choice == "native":
-        _required()
-    if choice != AUTO:
-        return choice
-    return f"python ({_problem() or NOT_INSTALLED})" if _native() is None else "native"
+    if choice == "python":
+        return choice, f"{VARIABLE}={choice}"
+    if (_required() if choice == "native" else _native()) is not None:
+        return "native", ""
+    return "python", _problem() or NOT_INSTALLED
 
 
 def core_of(replica: ReplicaCore) -> str:
@@ -82,11 +91,7 @@ def core_of(replica: ReplicaCore) -> str:
 
 def reason_of(replica: ReplicaCore) -> str:
     """Return why the Python core applies the steps of a replica; "" if the compiled core does."""
-    if core_of(replica) == "native":
-        return ""
-    if _choice() != AUTO:
-        return f"{VARIABLE}={_choice()}"
-    return _problem() or NOT_INSTALLED
+    return "" if core_of(replica) == "native" else chosen()[1]
 
 
 def _select(python: Callable[[], Replica], native: Callable[[ModuleType], ReplicaCore]) -> ReplicaCore:
@@ -122,6 +127,6 @@ def _required() -> ModuleType:
         raise FailedPrecondition(
             _problem() or NOT_INSTALLED,
             field=VARIABLE,
-            remedy=f"install g++ and install kvplane again, or set {VARIABLE}=python",
+            remedy=f"{REMEDY}, or set {VARIABLE}=python",
         )
     return native

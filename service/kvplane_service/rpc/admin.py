@@ -15,6 +15,7 @@ from kvplane.base.hashing import split_hashes
 from kvplane.base.step import ExtraKeys
 from kvplane.v1 import admin_pb2 as pb
 from kvplane.v1 import allocation_pb2
+from kvplane_core.face import loader
 from kvplane_core.face.inspect import take_snapshot
 from kvplane_core.face.state import export_hashed
 from kvplane_service.auth.gate import CALL
@@ -31,7 +32,7 @@ from kvplane_service.explain.service import (
 from kvplane_service.replicas.host import ReplicaHost, ReplicaState
 from kvplane_service.rpc import decode, prices
 from kvplane_service.rpc.about import About
-from kvplane_service.rpc.encode import encode_changes, encode_explanation, encode_requests, encode_snapshot
+from kvplane_service.rpc.encode import core_status, encode_changes, encode_explanation, encode_requests, encode_snapshot
 from kvplane_service.rpc.reads import LongReads
 from kvplane_service.runtime.executors import Busy, Executor
 from kvplane_service.runtime.slices import Turns
@@ -74,6 +75,7 @@ class AdminServicer:
             tracing=about.tracing,
             metrics_address=about.metrics_address,
             recovering_replicas=states.count(ReplicaState.RECOVERING),
+            core=core_status(*loader.chosen()),
         )
 
     async def Drain(self, request: pb.DrainRequest, _: bytes) -> Message:  # noqa: N802

@@ -178,7 +178,7 @@ def encode_description(entry: Entry, report: StoreReport) -> pb.DescribeReplicaR
         busy_blocks=len(replica.busy_blocks),
         mirror=_encode_mirror(host.mirror) if host.mirror.is_attached else None,
         miss_curve=encode_curve(host.miss_curve()),
-        core=pb.CoreStatus(name=loader.core_of(replica), reason=loader.reason_of(replica)),
+        core=core_status(loader.core_of(replica), loader.reason_of(replica)),
         tiers=encode_tiers(replica),
         tier_jobs=replica.tiers.open_jobs() if replica.spec.tiers else {},
         tier_counts=tier_counts(replica),
@@ -186,6 +186,11 @@ def encode_description(entry: Entry, report: StoreReport) -> pb.DescribeReplicaR
         retained_blocks=replica.retained_counts[1],
         retain_counts={outcome.name.lower(): count for outcome, count in tally.retentions.items() if count},
     )
+
+
+def core_status(name: str, reason: str) -> pb.CoreStatus:
+    """Return a core's name, and why it is not the compiled one."""
+    return pb.CoreStatus(name=name, reason=reason)
 
 
 def encode_curve(curve: MissCurve | None) -> pb.MissCurve | None:

@@ -32,17 +32,19 @@ class ServiceChild:
 
     Attributes:
         address: "127.0.0.1:port".
+        page: URL of its status page; "" without `with_page`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, with_page: bool = False) -> None:
         """Start the service and wait for its address. Raises Unavailable, with the end of the service's log, if no
         address appears within START_TIMEOUT_S seconds.
         """
-        self.address = ""
+        self.address = self.page = ""
+        self._with_page = with_page
         self._has_address = threading.Event()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
         self._process = subprocess.Popen(
-            [sys.executable, "-c", "from kvplane_tools.cli.child import serve; serve()"],
+            [sys.executable, "-c", f"from kvplane_tools.cli.child import serve; serve({with_page})"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -105,6 +107,9 @@ class ServiceChild:
                 found = _ADDRESS.search(line)
                 if found and not self.address:
                     self.address = found.group().decode()
+                elif found and not self.page:
+                    self.page = f"http://{found.group().decode()}/"
+                if self.address and (self.page or not self._with_page):
                     self._has_address.set()
         self._has_address.set()
 
@@ -127,10 +132,10 @@ def _end_with_parent() -> None:
     os._exit(0)
 
 
-def serve() -> None:
+def serve(with_page: bool) -> None:
     """Run the service in the child process (entry point of the child)."""
     from kvplane_tools.cli import main
 
     threading.Thread(target=_end_with_parent, name="kvplane-end-with-parent", daemon=True).start()
-    sys.argv = ["kvplane", "serve", "--listen", "127.0.0.1:0"]
+    sys.argv = ["kvplane", "serve", "--listen", "127.0.0.1:0", *(("--metrics", "127.0.0.1:0") if with_page else ())]
     main()

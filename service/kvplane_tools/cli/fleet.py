@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from kvplane.base.errors import InvalidArgument, NotFound, Unavailable
+from kvplane.base.installed import command_for
 from kvplane_tools.cli.options import TABLE, ConfigFile, Listen, Output, Settings, Watch, given_access, load_config
 from kvplane_tools.cli.output import columns, repeat, show
 
@@ -224,7 +225,8 @@ def _ask_once(method: str, request: Message, file: Path, within_s: float) -> Mes
 def _check_packages() -> None:
     missing = [name for name in ("zmq", "msgspec") if find_spec(name) is None]
     if missing:
-        raise NotFound(f"the package {missing[0]} is not installed", field="fleet", remedy="install kvplane[fleet]")
+        remedy = command_for("cli,service,fleet")
+        raise NotFound(f"the package {missing[0]} is not installed", field="fleet", remedy=remedy)
 
 
 # -- tables ----------------------------------------------------------------------------------------------------------

@@ -23,12 +23,16 @@ def serve_command(
     import asyncio
     import logging
 
+    from kvplane_core.face import loader
     from kvplane_service.process.app import serve
 
     if metrics is not None:
         settings = [*(settings or ()), f"metrics_listen={metrics}"]
     loaded = load_config(config, listen, settings).config
     logging.basicConfig(level=loaded.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    core, reason = loader.chosen()
+    if core == "python" and not reason.startswith(loader.VARIABLE):
+        logging.warning("%s: the Python core runs, at several times the CPU time; %s", reason, loader.REMEDY)
     run = asyncio.run
     if loaded.uvloop:
         import uvloop
@@ -49,7 +53,7 @@ def _print_addresses(app: App) -> None:
     if app.config.session_socket:
         lines.append(f"sessions on unix:{app.config.session_socket}")
     if app.metrics_address:
-        lines.append(f"metrics on http://{app.metrics_address}/metrics")
+        lines.append(f"metrics on http://{app.metrics_address}/metrics, status page on http://{app.metrics_address}/")
     if app.health_address:
         lines.append(f"health on {app.health_address}")
     lines.append(f"block hashes: {native.describe()}; core: {loader.describe()}")

@@ -77,7 +77,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("version", "now_unix_ms", "uptime_ms", "draining", "replicas", "live_replicas", "lapsed_replicas", "tracing", "metrics_address", "recovering_replicas")
+    __slots__ = ("version", "now_unix_ms", "uptime_ms", "draining", "replicas", "live_replicas", "lapsed_replicas", "tracing", "metrics_address", "recovering_replicas", "core")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NOW_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_MS_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +88,7 @@ class StatusResponse(_message.Message):
     TRACING_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     RECOVERING_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    CORE_FIELD_NUMBER: _ClassVar[int]
     version: str
     now_unix_ms: int
     uptime_ms: int
@@ -98,7 +99,8 @@ class StatusResponse(_message.Message):
     tracing: bool
     metrics_address: str
     recovering_replicas: int
-    def __init__(self, version: _Optional[str] = ..., now_unix_ms: _Optional[int] = ..., uptime_ms: _Optional[int] = ..., draining: bool = ..., replicas: _Optional[int] = ..., live_replicas: _Optional[int] = ..., lapsed_replicas: _Optional[int] = ..., tracing: bool = ..., metrics_address: _Optional[str] = ..., recovering_replicas: _Optional[int] = ...) -> None: ...
+    core: _allocation_pb2.CoreStatus
+    def __init__(self, version: _Optional[str] = ..., now_unix_ms: _Optional[int] = ..., uptime_ms: _Optional[int] = ..., draining: bool = ..., replicas: _Optional[int] = ..., live_replicas: _Optional[int] = ..., lapsed_replicas: _Optional[int] = ..., tracing: bool = ..., metrics_address: _Optional[str] = ..., recovering_replicas: _Optional[int] = ..., core: _Optional[_Union[_allocation_pb2.CoreStatus, _Mapping]] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ()

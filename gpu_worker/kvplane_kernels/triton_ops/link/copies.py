@@ -104,7 +104,7 @@ def driver_cuda() -> tuple[int, int]:
 def unfit_bindings(version: str) -> str:
     """Return why this version of cuda-bindings has no batched copies; "" if it has."""
     if not version:
-        return "cuda-bindings is not installed (kvplane[worker-cuda12], kvplane[worker-cuda13])"
+        return "cuda-bindings is not installed (the extras worker-cuda12 and worker-cuda13 have it)"
     return f"cuda-bindings {version} is older than 12.8" if numbers(version) < FIRST_CUDA else ""
 
 

@@ -20,6 +20,7 @@ from kvplane.rpc.channel import open_channel
 from kvplane.sansio.retry import RetryPolicy
 from kvplane.v1.admin_pb2 import StatusResponse
 from kvplane.v1.allocation_pb2 import REPLICA_STATE_LAPSED, STORE_STATE_DEGRADED, DescribeReplicaResponse
+from kvplane_core.face import loader
 from kvplane_tools.cli.client import described
 from kvplane_tools.cli.output import tier_word
 
@@ -67,18 +68,23 @@ def examine(service: str, access: Access = PLAIN) -> list[Finding]:
             _chunks(replicas),
             _starved(replicas),
             _drafts(replicas),
-            _cores(replicas),
+            _cores(status, replicas),
             _hashes(),
         ]
     finally:
         client.close()
 
 
-def _cores(replicas: list[DescribeReplicaResponse]) -> Finding:
-    """Say which cores the replicas have, and why some have no compiled one."""
+def _cores(status: StatusResponse, replicas: list[DescribeReplicaResponse]) -> Finding:
+    """Say which cores the replicas have, and new ones get. The slower Python core is a fault unless it was selected."""
     counts = Counter(one.core.name + (f" ({one.core.reason})" if one.core.reason else "") for one in replicas)
     seen = ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "no replica"
-    return Finding("cores", True, seen)
+    cores = [status.core, *(one.core for one in replicas)]
+    if status.core.name:  # an earlier service does not report it
+        seen += f"; new ones: {status.core.name}" + (f" ({status.core.reason})" if status.core.reason else "")
+    is_well = not any(one.reason and not one.reason.startswith(loader.VARIABLE) for one in cores)
+    remedy = f"the Python core is slower (`kvplane status`): on the service's machine {loader.REMEDY}"
+    return Finding("cores", is_well, seen, remedy)
 
 
 def _hashes() -> Finding:

@@ -59,6 +59,7 @@ def _status_table(service: str, answer: StatusResponse) -> str:
             f"replicas: {answer.replicas} ({', '.join(f'{count} {state}' for state, count in counts.items())})",
             f"metrics: {answer.metrics_address or 'none'}",
             f"traces: {'on' if answer.tracing else 'off'}",
+            f"core: {answer.core.name or '-'}" + (f" ({answer.core.reason})" if answer.core.reason else ""),
         )
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -105,13 +106,16 @@ def _tiers(asked: Sequence[TierSpec], log: bool) -> tuple[TierSpec, ...]:
 def demo_command(
     seed: Annotated[int, typer.Option(help="Seed of the workload. Equal seeds give equal decisions.")] = 8,
     plain: Annotated[bool, typer.Option(help="Print lines instead of the live view.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="On a terminal, exit after the last table.")] = False,
     svg: Annotated[Path | None, typer.Option(hidden=True, help="Write a picture of the live view.")] = None,
 ) -> None:
     """Start a service, drive four models through it and show their pools, hits, evictions and preemptions.
 
-    The workload is generated from a seed: chats and agents that call tools, with shared system prompts. The last line
-    prints the service's counters, which must equal what the engines count in its answers.
+    The workload is generated from a seed: chats and agents that call tools, with shared system prompts. The service's
+    counters must equal what the engines count in its answers, or the exit code is 1. On a terminal the service then
+    runs until Ctrl-C, for the commands that are printed; with `--once`, or without a terminal, the demo exits.
     """
     from kvplane_tools.cli.replay.demo import show_demo
 
-    raise typer.Exit(show_demo(seed, plain, svg))
+    stays = not once and sys.stdin.isatty() and sys.stdout.isatty()
+    raise typer.Exit(show_demo(seed, plain, svg, stays))

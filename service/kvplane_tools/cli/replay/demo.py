@@ -6,7 +6,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -76,13 +76,15 @@ def workload(seed: int) -> Iterator[TraceRequest]:
     return islice(chat_workload(Random(seed), _SHAPE), NUM_REQUESTS)
 
 
-def show_demo(seed: int, plain: bool, svg: Path | None) -> int:
+def show_demo(seed: int, plain: bool, svg: Path | None, stays: bool) -> int:
     """Run the demo and return the exit code: 0; 1 if the counts of engine and service disagree, or if no hit, no
-    eviction, no preemption or no completed request occurred; 130 after Ctrl-C.
+    eviction, no preemption or no completed request occurred; 130 after Ctrl-C before the last table.
+
+    `stays`: serve until Ctrl-C after it.
     """
     console = Console()
     try:
-        summaries = run_demo(seed, console, plain or not console.is_terminal, svg)
+        summaries = run_demo(seed, console, plain or not console.is_terminal, svg, stays)
     except KeyboardInterrupt:
         print("kvplane demo: interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -92,42 +94,47 @@ def show_demo(seed: int, plain: bool, svg: Path | None) -> int:
     return FAILED if faults else 0
 
 
-def run_demo(seed: int, console: Console, plain: bool, svg: Path | None) -> list[Summary]:
+def run_demo(seed: int, console: Console, plain: bool, svg: Path | None, stays: bool) -> list[Summary]:
     """Start a service, run all models, print what they did, compare kinds of caches, stop the service, and return the
-    summaries of the first runs. Raises the error of a failed engine.
+    summaries of the first runs. Raises the error of a failed engine. The replicas are there until the end.
     """
     with ExitStack() as stack:
         print(f"starting a service and {len(MODELS)} engines, {NUM_REQUESTS} requests each", flush=True)
-        service = stack.enter_context(ServiceChild())
+        service = stack.enter_context(ServiceChild(with_page=True))
         client = stack.enter_context(connect(service.address))
-        print(_invitation(service.address, seed), flush=True)
-        with ExitStack() as first:
-            runs = [first.enter_context(ReplayRun(client, one.plan(), one.name, workload(seed))) for one in MODELS]
-            samplers = [Sampler(model.name, run) for model, run in zip(MODELS, runs, strict=True)]
-            pace = Pace(0.0 if plain else _VIEW_SPEED)
-            with (
-                running(runs, lambda run: pace.hold(run.fleet.clock_ns)) as engines,
-                _lines(console) if plain else _live(console) as show,
-            ):
-                _watch(engines, samplers, show, svg)
-            summaries = [run.summary("demo") for run in runs]
-            print("", *summary_lines(summaries), "", sep="\n")
-            print(question(), flush=True)
-            outcomes = compare(client, seed)
-            print("", comparison(outcomes), "", *conclusion(outcomes), sep="\n", flush=True)
-            return summaries
+        invitation = _invitation(service, seed)
+        print(f"the service listens on {service.address}; in another terminal, while this runs:", *invitation, sep="\n")
+        sys.stdout.flush()
+        runs = [stack.enter_context(ReplayRun(client, one.plan(), one.name, workload(seed))) for one in MODELS]
+        samplers = [Sampler(model.name, run) for model, run in zip(MODELS, runs, strict=True)]
+        pace = Pace(0.0 if plain else _VIEW_SPEED)
+        with (
+            running(runs, lambda run: pace.hold(run.fleet.clock_ns)) as engines,
+            _lines(console) if plain else _live(console) as show,
+        ):
+            _watch(engines, samplers, show, svg)
+        summaries = [run.summary("demo") for run in runs]
+        print("", *summary_lines(summaries), "", sep="\n")
+        print(question(), flush=True)
+        outcomes = compare(client, seed)
+        print("", comparison(outcomes), "", *conclusion(outcomes), sep="\n", flush=True)
+        if stays:
+            print("", "the service runs until Ctrl-C; in another terminal:", *invitation, sep="\n", flush=True)
+            with suppress(KeyboardInterrupt):
+                while True:
+                    time.sleep(_VIEW_INTERVAL_S)
+        return summaries
 
 
-def _invitation(address: str, seed: int) -> str:
-    """Return the address of the service, and what to try in another terminal while the demo runs."""
+def _invitation(service: ServiceChild, seed: int) -> list[str]:
+    """Return what to try in another terminal while the demo runs, and its status page."""
     typed = sys.argv[0]  # a path, if the command was not found on PATH
     command = typed if Path(typed).name == "kvplane" and typed != shutil.which("kvplane") else "kvplane"
     request = next(one for one in workload(seed) if one.name.endswith("/1"))  # its first turn is in the cache
     model = MODELS[2].name
-    lines = [f"the service listens on {address}; in another terminal, while this runs:"]
-    for words in ("top", f"describe {model}", f"explain {model} --request {request.name}"):
-        lines.append(f"    {command} {words} --service {address}")
-    return "\n".join(lines)
+    tried = ("top", f"describe {model}", f"explain {model} --request {request.name}")
+    lines = [f"    {command} {words} --service {service.address}" for words in tried]
+    return [*lines, f"    or open the status page: {service.page}"]
 
 
 Show = Callable[[list[Sample], bool], None]  # draws samples; the second argument is True for the last samples

@@ -156,7 +156,7 @@ def _unpack_zstd(first: bytes, chunks: Iterator[bytes]) -> Iterator[bytes]:
         raise FailedPrecondition(
             "the trace is compressed with zstd, which needs the package zstandard; it is not installed",
             field="file",
-            remedy="pip install 'kvplane[cli]', or decompress the file first",
+            remedy="pip install zstandard, or decompress the file first",
         ) from None
     unpacker = zstandard.ZstdDecompressor()
     return _inflate(first, chunks, unpacker.decompressobj, zstandard.ZstdError)
