@@ -556,7 +556,7 @@ def forget_that_it_is_away(real: Real) -> Real:
 
 def wait_for_the_store(_: Real) -> Real:
     """Call the store without a deadline."""
-    from kvplane_service.runtime.executors import Busy
+    from kvplane_service.runtime.rota import Busy
     from kvplane_service.store.errors import StoreUnavailable
 
     async def do(self: Any, call: Callable[[], Any]) -> Any:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Werror"]
-FLAGS = ["-std=c++20", "-O3", "-fPIC", "-shared", "-fvisibility=hidden"]
+FLAGS = ["-std=c++20", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden"]
 LINKED = ["-static-libgcc", "-static-libstdc++"]  # so that the library needs libc alone
 VARIABLE = "KVPLANE_BUILD"
 REMEDY = "Install g++ (C++20) and the headers of Python, then install kvplane again"

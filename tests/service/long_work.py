@@ -11,7 +11,7 @@ from kvplane.base.step import Step
 from kvplane_service.config import Config
 from kvplane_service.replicas.engine_lives import ignore_end
 from kvplane_service.replicas.step_order import UnaryStep
-from kvplane_service.runtime.executors import Busy
+from kvplane_service.runtime.rota import Busy
 from kvplane_service.unary.calls import CallHeader
 from kvplane_service.unary.hashing import ContentHasher
 from kvplane_service.unary.service import UnaryCalls

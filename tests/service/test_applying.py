@@ -19,7 +19,8 @@ from kvplane_service.replicas import applying
 from kvplane_service.replicas.engine_lives import ignore_end
 from kvplane_service.replicas.host import ReplicaState
 from kvplane_service.replicas.step_order import UnaryStep
-from kvplane_service.runtime.executors import Busy, Executor
+from kvplane_service.runtime.executors import Executor
+from kvplane_service.runtime.rota import Busy
 from tests.service.hosts import NONCES, HostWorld
 
 PROMPT = list(range(64))

@@ -20,7 +20,7 @@ from kvplane_service.decisions.log import Decision
 from kvplane_service.replicas import applying
 from kvplane_service.replicas.host import ReplicaState
 from kvplane_service.replicas.step_order import UnaryStep
-from kvplane_service.runtime.executors import Busy
+from kvplane_service.runtime.rota import Busy
 from kvplane_service.unary.calls import (
     AllocateCall,
     Appended,

@@ -14,7 +14,7 @@ from kvplane.session.rows import AdmitRow, NewsRow, part_of
 from kvplane_service.replicas import applying
 from kvplane_service.replicas.host import ReplicaState
 from kvplane_service.rpc import lookups
-from kvplane_service.runtime.executors import Busy
+from kvplane_service.runtime.rota import Busy
 from kvplane_service.unary.calls import (
     Content,
 )

@@ -10,12 +10,13 @@ import pytest
 
 from kvplane.base.errors import AlreadyExists, InvalidArgument, KvplaneError, LimitExceeded, NotFound, StaleEpoch
 from kvplane.base.groups import GroupKind, GroupSpec
-from kvplane.v1.allocation_pb2 import DeregisterReplicaRequest
+from kvplane.v1.admin_pb2 import ExplainRequest
+from kvplane.v1.allocation_pb2 import DeregisterReplicaRequest, FindCacheHitRequest
 from kvplane_service.config import Config
 from kvplane_service.registry import Registration, Registry
 from kvplane_service.replicas.host import ReplicaHost
 from tests.service.hosts import FULL, spec_of
-from tests.service.rig import running, until
+from tests.service.rig import column, running, until
 
 PLAIN = Registration(spec_of())
 
@@ -155,3 +156,27 @@ def test_a_replica_that_was_deregistered_is_not_kept_in_memory(monkeypatch):
         until(lambda: "gone" in looks)
         service.allocation.DeregisterReplica(DeregisterReplicaRequest(replica="gone"))
         until(lambda: gc.collect() >= 0 and host() is None)
+
+
+@pytest.mark.parametrize("end", ["close", "deregister", "vanish"])
+def test_the_pool_of_a_replica_that_was_deregistered_is_freed_without_a_collection(end):
+    """One has up to 100 bytes per block, and is collected after many others would have been built."""
+    gc.collect()
+    gc.disable()
+    try:
+        with running(Config(listen="127.0.0.1:0")) as service:
+            service.register("gone")
+            core = weakref.ref(service.app.registry.get("gone").host.replica)
+            stream, prompt = service.open("gone"), {"token_ids": list(range(40))}
+            news = {"slot": column(0), "num_tokens": column(40), "tokens": column(*range(40)), "request_id": ["a"]}
+            stream.step({"news": news, "admit": {"slot": column(0)}})
+            service.allocation.FindCacheHit(FindCacheHitRequest(replica="gone", content=prompt))
+            service.admin.Explain(ExplainRequest(replica="gone", request_id="a"))
+            service.admin.Explain(ExplainRequest(replica="gone", content=prompt))
+            service.digest("gone")
+            {"close": stream.close, "vanish": stream.vanish, "deregister": lambda: None}[end]()
+            service.allocation.DeregisterReplica(DeregisterReplicaRequest(replica="gone"))
+            stream.end()
+            until(lambda: core() is None)
+    finally:
+        gc.enable()

@@ -15,7 +15,8 @@ from kvplane_service.config import Config
 from kvplane_service.explain.service import explain_request
 from kvplane_service.registry import Registration, Registry
 from kvplane_service.runtime import slices
-from kvplane_service.runtime.executors import Busy, Executor
+from kvplane_service.runtime.executors import Executor
+from kvplane_service.runtime.rota import OWNER, Busy
 from kvplane_service.runtime.slices import Turns, in_slices
 from kvplane_service.telemetry.collector import ServiceCollector
 from kvplane_service.telemetry.holds import Holds
@@ -120,8 +121,40 @@ async def test_turns_run_one_at_a_time_with_a_bounded_queue():
 
     outcomes = await asyncio.gather(*(work() for _ in range(5)), return_exceptions=True)
     assert [type(one) for one in outcomes] == [type(None)] * 3 + [Busy] * 2
-    assert "2 calls wait for explanations" in str(outcomes[-1])
+    assert "3 calls run or wait for explanations" in str(outcomes[-1])
     await work()
+
+
+async def test_turns_are_given_to_owners_in_turn_and_a_cancelled_caller_passes_its_own_on():
+    turns, order = Turns("explanations", 40), list[str]()
+
+    async def work(owner: str, number: int) -> None:
+        OWNER.set(owner)
+        async with turns.take():
+            order.append(f"{owner}{number}")
+            await asyncio.sleep(0)
+
+    tasks = [asyncio.create_task(work("bob", at)) for at in range(40)]
+    await asyncio.sleep(0)
+    tasks.append(asyncio.create_task(work("alice", 0)))
+    await asyncio.sleep(0)
+    for at in (1, 2, 3):
+        tasks[at].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert order.index("alice0") <= 3
+    assert len(order) == 41 - 3
+    await work("alice", 1)
+
+
+async def test_a_caller_that_is_cancelled_when_it_gets_the_turn_gives_it_back():
+    turns = Turns("explanations", 2)
+    await turns.begin()
+    waiting = asyncio.create_task(turns.begin())
+    await asyncio.sleep(0)
+    turns.end()
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    await asyncio.wait_for(turns.begin(), WAIT_S)
 
 
 async def test_in_slices_yields_every_item():

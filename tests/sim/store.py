@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-from kvplane_service.runtime.executors import Busy
+from kvplane_service.runtime.rota import Busy
 from kvplane_service.store.errors import RecordRefused, StoreUnavailable
 from kvplane_service.store.interface import ALIVE, LogName, StoredChunk
 from kvplane_service.store.memory import MemoryStore

@@ -10,8 +10,8 @@ import pytest
 from kvplane.base.errors import Unavailable
 from kvplane.base.session import OpenRequest
 from kvplane_service.config import Config
-from kvplane_service.runtime.executors import Busy
 from kvplane_service.runtime.reports import StoreState
+from kvplane_service.runtime.rota import Busy
 from kvplane_service.store.errors import StoreUnavailable
 from kvplane_service.store.interface import StoredChunk
 from kvplane_service.store.memory import MemoryStore

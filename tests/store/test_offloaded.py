@@ -7,7 +7,8 @@ import threading
 
 import pytest
 
-from kvplane_service.runtime.executors import Busy, Executor
+from kvplane_service.runtime.executors import Executor
+from kvplane_service.runtime.rota import Busy
 from kvplane_service.store.errors import StoreDenied, StoreUnavailable
 from kvplane_service.store.memory import MemoryStore
 from kvplane_service.store.offloaded import Offloaded

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <thread>
 
 #include "answers.h"
 #include "held_blocks.h"
@@ -137,6 +138,17 @@ PyObject* Guarded(F&& body) {
     return nullptr;
 }
 
-inline void Destroy(PyObject* capsule) { delete static_cast<Core*>(PyCapsule_GetPointer(capsule, kName)); }
+constexpr Int kManyBlocks = 1 << 16;  // whose memory takes more than a millisecond to return
+
+// Deletes the core of a capsule that nobody has any more, a large one on a thread: it has nothing of Python.
+inline void Destroy(PyObject* capsule) {
+    auto* const core = static_cast<Core*>(PyCapsule_GetPointer(capsule, kName));
+    if (core->replica.spec.num_blocks < kManyBlocks) return delete core;
+    try {
+        std::thread([core] { delete core; }).detach();
+    } catch (const std::system_error&) {  // there can be no more threads
+        delete core;
+    }
+}
 
 }  // namespace kvplane

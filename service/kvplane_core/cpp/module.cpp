@@ -90,7 +90,8 @@ PyObject* New(PyObject*, PyObject* arguments) {
             spec.tiers.push_back({tier[0], tier[1], tier[2], tier[3]});
         }
         Check(IsSound(spec));
-        auto core = std::make_unique<Core>(std::move(spec));
+        std::unique_ptr<Core> core;
+        WithoutLock([&] { core = std::make_unique<Core>(std::move(spec)); });  // millions of blocks take a while
         ReadHasher(hashing, core->replica);
         return Capsule(std::move(core), kName, Destroy);
     });

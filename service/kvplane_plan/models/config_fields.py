@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from kvplane.base.errors import InvalidArgument
 
-MAX_LAYERS = 4096
+MAX_LAYERS = 1024  # the cost of a plan grows with the layers
 MAX_SIZE = 1 << 30
 # A text model inside a multimodal one.
 _NESTED = ("text_config", "language_config", "llm_config")

@@ -13,6 +13,7 @@ Rules and constants: vLLM 0.33, vllm/v1/core/kv_cache_planning.py.
 from __future__ import annotations
 
 from kvplane.base.errors import InvalidArgument
+from kvplane.base.groups import MAX_GROUPS
 from kvplane.base.layer_spec import LayerSpec, ceil_div
 from kvplane_plan.planner.formats import (
     Formats,
@@ -145,6 +146,12 @@ def _buckets(formats: Formats) -> list[tuple[LayerSpec, list[str]]]:
                 buckets[i] = (both, members + names)
                 break
         else:
+            if len(buckets) == MAX_GROUPS:  # each is compared with all before
+                raise InvalidArgument(
+                    f"more than {MAX_GROUPS} formats of layers need a group each",
+                    field="layers",
+                    remedy=f"give at most {MAX_GROUPS} formats",
+                )
             buckets.append((spec, names))
     return buckets
 

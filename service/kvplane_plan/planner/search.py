@@ -32,6 +32,7 @@ MOST_LENGTHS = 16  # of a mix
 MOST_WEIGHT = 1000
 MOST_GROUPS = 8  # a plan may have more only if the reference plan has
 MOST_CUTS = 64  # groups into which layers of one format are divided, at most
+MOST_PLACED = 1 << 15  # layers of all candidates together; of models with hundreds of layers not all are tried
 GROUP_COST = Fraction(1, 500)  # of a block table more, as a share of the memory of an ideal plan
 
 
@@ -140,6 +141,8 @@ def _candidates(workers: Sequence[Worker], reference: CachePlan) -> Iterator[Cac
     counts = layers_per_format(formats_of(whole_model(workers), options)) if options.hybrid else []
     most = min(max(MOST_GROUPS, len(reference.groups)), MOST_CUTS)
     widths = {ceil_div(count, cuts) for count in counts for cuts in range(1, min(most, count) + 1)}
+    tried = MOST_PLACED // (2 * sum(len(worker.layers) for worker in workers)) - 1
+    widths = set(sorted(widths)[-tried:]) if tried > 0 else set()
     layouts = [options.layout, *(layout for layout in Layout if layout is not options.layout)]
     for layout in layouts:
         for width in (0, *sorted(widths)):

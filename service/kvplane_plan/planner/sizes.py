@@ -192,7 +192,8 @@ def bytes_per_block(groups: Sequence[CacheGroup], layout: Layout) -> int:
     if not groups:
         return 0
     if layout is Layout.LAYER_OUTERMOST:
-        return max(sum(_stride(spec, groups) for spec in group.specs) for group in groups)
+        unit = _shared_unit(groups)
+        return max(sum(_stride(spec, unit) for spec in group.specs) for group in groups)
     return round_up(max(group.bytes_per_block for group in groups), common_alignment(groups))
 
 
@@ -205,13 +206,13 @@ def projected(groups: Sequence[CacheGroup], layer_names: set[str]) -> tuple[Cach
 
 def place(groups: Sequence[CacheGroup], num_blocks: int, layout: Layout) -> WorkerPlan:
     """Compute strides and offsets of a worker's layers. `groups` must have only its layers (see `projected`)."""
-    block_bytes = bytes_per_block(groups, layout)
+    block_bytes, unit = bytes_per_block(groups, layout), _shared_unit(groups)
     tensors: list[TensorPlacement] = []
     for index, group in enumerate(groups):
         offset = 0
         for spec, names in _by_format(group).items():
             if layout is Layout.LAYER_OUTERMOST:
-                block_stride = _stride(spec, groups)
+                block_stride = _stride(spec, unit)
                 layer_stride = region = block_stride * num_blocks
             else:
                 layer_stride, block_stride, region = spec.page_bytes, block_bytes, spec.page_bytes
@@ -220,10 +221,14 @@ def place(groups: Sequence[CacheGroup], num_blocks: int, layout: Layout) -> Work
     return WorkerPlan(block_bytes, block_bytes * num_blocks, tuple(tensors))
 
 
-def _stride(spec: LayerSpec, groups: Sequence[CacheGroup]) -> int:
-    """Return the bytes from one block of a layer to the next. Groups that share blocks need equal strides."""
-    alone = sum(bool(group.specs) for group in groups) == 1
-    return round_up(spec.page_bytes, spec.block_stride_alignment if alone else common_alignment(groups))
+def _shared_unit(groups: Sequence[CacheGroup]) -> int:
+    """Return the bytes of which strides are multiples if groups share blocks, since they need equal ones; else 0."""
+    return 0 if sum(bool(group.specs) for group in groups) == 1 else common_alignment(groups)
+
+
+def _stride(spec: LayerSpec, shared_unit: int) -> int:
+    """Return the bytes from one block of a layer to the next; `shared_unit`: see `_shared_unit`."""
+    return round_up(spec.page_bytes, shared_unit or spec.block_stride_alignment)
 
 
 def common_alignment(groups: Sequence[CacheGroup]) -> int:

@@ -23,6 +23,7 @@ from kvplane_service.auth.quotas import Quotas
 from kvplane_service.auth.scopes import METHODS, Rule, Scope
 from kvplane_service.config import Config, check_together
 from kvplane_service.registry import Registry
+from kvplane_service.runtime.rota import OWNER
 
 _LOCAL = ("unix:", "127.0.0.1:", "localhost:", "[::1]:")
 
@@ -149,6 +150,7 @@ class Gate:
         call.quotas = self._quotas
         self._open[call] = _Stay(incoming.proof, identity, asyncio.current_task())
         CALL.set(call)
+        OWNER.set(call.owner.name)
         outcome = "BROKEN_OFF"
         try:
             yield call

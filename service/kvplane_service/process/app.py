@@ -22,7 +22,7 @@ from kvplane_service.registry import Registry
 from kvplane_service.replicas.idle_check import IdleCheck, check_in_background
 from kvplane_service.rpc.about import About
 from kvplane_service.rpc.server import CallFilters, RpcServer
-from kvplane_service.runtime.executors import Executor, share_interpreter
+from kvplane_service.runtime.executors import Executor, InOrder, share_interpreter
 from kvplane_service.store.keeper import Entropy, Keeper
 from kvplane_service.store.opening import make_store
 from kvplane_service.store.ownership import Durable, Ownership, is_gone
@@ -218,9 +218,9 @@ class App:
         await self.keeper.stop(max(_LEAST_S, ends_at - time.monotonic()))
         last = {"metrics": self._metrics.stop()}
         if self._gate is not None:
-            last["the audit log"] = Executor("the audit log")(self._gate.close)
+            last["the audit log"] = InOrder("the audit log")(self._gate.close)
         if self._tracing is not None:
-            last["traces"] = Executor("traces")(self._tracing.shutdown)
+            last["traces"] = InOrder("traces")(self._tracing.shutdown)
         tasks = [asyncio.create_task(work, name=name) for name, work in last.items()]
         _, hung = await asyncio.wait(tasks, timeout=max(_LEAST_S, ends_at - time.monotonic()))
         for task in hung:

@@ -21,7 +21,8 @@ from kvplane_service.decisions.log import Decision, DecisionLog
 from kvplane_service.decisions.sent import OfParts, Record, SentResult, SentStep, answered
 from kvplane_service.replicas.engine_lives import Clock, Opening
 from kvplane_service.replicas.events import EventLog, PublicationHold
-from kvplane_service.runtime.executors import Busy, Offload
+from kvplane_service.runtime.executors import Offload
+from kvplane_service.runtime.rota import Busy
 
 # The estimate is a sum over columns in units, a block that is allocated and registered, times what the core takes for
 # one (`unit_ns`). It tends to be too high, and decides whether a step may hold the event loop and what its owner pays.

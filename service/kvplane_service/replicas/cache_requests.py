@@ -25,7 +25,7 @@ from kvplane.base.session import CacheRequest
 from kvplane.base.step import Part, PartResult, Step, StepResult
 from kvplane_core.face.interface import BEGINS, RESUMES, SCHEDULES
 from kvplane_service.decisions.sent import SentStep, kinds_of, step_with
-from kvplane_service.runtime.executors import Busy
+from kvplane_service.runtime.rota import Busy
 
 TIMEOUT_S = 4.0  # below the deadline of a unary call, so that its caller learns the reason
 MOST_WAITING = 64

@@ -10,6 +10,7 @@ epoch and incarnation are the engine's.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -84,7 +85,8 @@ class Mirror:
     """
 
     def __init__(self, host: ReplicaHost, clock: Callable[[], int], max_lag_ms: int, max_rows: int) -> None:
-        self._host, self._clock = host, clock
+        self._host: ReplicaHost = weakref.proxy(host)  # it has this mirror; a cycle would keep its pool for long
+        self._clock = clock
         self._max_lag_ms, self._max_rows = max_lag_ms, max_rows
         self.hidden: KvplaneError | None = None
         self.lag_steps = self.lag_ms = 0

@@ -34,7 +34,8 @@ from kvplane_service.rpc import decode, prices
 from kvplane_service.rpc.about import About
 from kvplane_service.rpc.encode import core_status, encode_changes, encode_explanation, encode_requests, encode_snapshot
 from kvplane_service.rpc.reads import LongReads
-from kvplane_service.runtime.executors import Busy, Executor
+from kvplane_service.runtime.executors import Executor
+from kvplane_service.runtime.rota import Busy
 from kvplane_service.runtime.slices import Turns
 from kvplane_service.unary.calls import Content
 from kvplane_service.unary.hashing import hash_tokens

@@ -16,7 +16,7 @@ from kvplane_service.auth.visible import VisibleReplicas
 from kvplane_service.registry import Entry, Registration, UnknownReplica
 from kvplane_service.replicas.host import new_replica
 from kvplane_service.rpc import decode, encode, lookups, prices
-from kvplane_service.rpc.methods import Context
+from kvplane_service.rpc.methods import Context, timed
 from kvplane_service.rpc.session import SessionStreams
 from kvplane_service.rpc.sources import Planned, names_policy, plan_source
 from kvplane_service.runtime.executors import Executor
@@ -55,7 +55,7 @@ class AllocationServicer:
         """
         self._check_stays()
         self._registry.check_name(request.replica)
-        planned = await self._offload(partial(plan_source, request))
+        planned = await timed(self._offload, partial(plan_source, request))
         await self._look_elsewhere(request.replica)
         if not names_policy(request):
             planned = planned.with_policy(self._registry.default_policy(request.replica))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -159,6 +160,24 @@ def _server_stream(
     return call
 
 
+async def timed(offload: Offload, work: Callable[[], _T]) -> _T:
+    """Run `work`, whose cost its request does not show, on a thread, and count the time that it takes there."""
+    took_ns = 0
+
+    def timing() -> _T:
+        nonlocal took_ns
+        begun_ns = time.thread_time_ns()
+        try:
+            return work()
+        finally:
+            took_ns = time.thread_time_ns() - begun_ns
+
+    try:
+        return await offload(timing)
+    finally:
+        CALL.get().count(took_ns // prices.BYTE_NS)
+
+
 async def _request(context: Context) -> bytes:
     """Return the request of a call that has one, and count the most that it can cost (`prices.reserve`). Raises
     InvalidArgument if the client sent none, QuotaExceeded if its owner has used up its bytes, and as `first_message`.
@@ -212,6 +231,8 @@ async def _answered(method: str, gate: Gate | None, context: Context, work: Work
     try:
         return await (work() if gate is None else _let_in(gate, method, context, work))
     except KvplaneError as error:
+        # A replica that was removed keeps its error, which must not keep the frames of the call.
+        error.__traceback__ = error.__context__ = None
         await _abort(error, context)
     except Exception as error:
         _log.exception("unhandled exception in %s", method)

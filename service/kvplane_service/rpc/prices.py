@@ -6,6 +6,8 @@ of the replica, such as the hashes of an open request, counts before it is read;
     reserve(length)      before the request is parsed, the most that its tokens can count
     price_of(request)    once it is parsed; the rest of the reservation is given back
 
+A registration counts the time for which it was planned, and the blocks that are built.
+
 A message of a session counts its length, or the effort of its steps where that is more: a few bytes can look up or
 admit requests of a million tokens repeatedly.
 

@@ -25,6 +25,7 @@ from kvplane.base.rank_plan import RankPlan
 from kvplane.v1 import allocation_pb2, replica_pb2
 from kvplane.wire.spec import decode_enum
 from kvplane_plan.models.catalogue import model_layers
+from kvplane_plan.models.config_fields import MAX_LAYERS
 from kvplane_plan.models.hf_config import parse_model
 from kvplane_plan.models.shapes import Model, ModelOptions, check_speculation
 from kvplane_plan.planner import (
@@ -38,8 +39,8 @@ from kvplane_plan.planner import (
     to_rank_plan,
 )
 
-MAX_LAYERS = 4096
 MAX_CONFIG_CHARACTERS = 1 << 20
+MAX_STAGES = 64  # the cost of a plan grows with stages times layers
 _AnyLayer: TypeAlias = Layer | KVSharingLayer
 _Source: TypeAlias = replica_pb2.ModelSource | replica_pb2.LayerSource
 
@@ -233,6 +234,12 @@ def _stages(source: replica_pb2.LayerSource, layers: list[_AnyLayer]) -> list[li
     """Return the layers of each pipeline stage; a single stage with all layers if the source names no stages."""
     if not source.stages:
         return [layers]
+    if len(source.stages) > MAX_STAGES:
+        what = f"it has {len(source.stages)} stages"
+        raise InvalidArgument(what, field="stages", remedy=f"give at most {MAX_STAGES} stages")
+    if sum(len(stage.layer_names) for stage in source.stages) > MAX_LAYERS:
+        what, remedy = f"all together name more than {MAX_LAYERS} layers", "name each layer on its own stage"
+        raise InvalidArgument(what, field="stages", remedy=remedy)
     by_name = {layer.name: layer for layer in layers}
     stages = []
     for at, stage in enumerate(source.stages):

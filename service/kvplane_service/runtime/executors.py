@@ -11,22 +11,15 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent import futures
-from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
-from kvplane.base.errors import Unavailable
+from kvplane_service.runtime.rota import OWNER, Places, Rota
 
 _MAX_WAITING = 1024  # the default of max_replicas: after a restart the engines of all replicas may call at once
 _IDLE_S = 10.0
 _SWITCH_S = 0.001
 
 _T = TypeVar("_T")
-
-
-class Busy(Unavailable):
-    """Too many calls wait for the resource that the message names. Client libraries retry automatically."""
-
-    reason = "BUSY"
 
 
 def share_interpreter() -> None:
@@ -45,52 +38,54 @@ class Offload(Protocol):
 
 
 class Executor:
-    """An Offload for one resource. It may be created outside of an event loop, but must be called on one."""
+    """An Offload for one resource. It may be created outside of an event loop, but must be called on one. The owners of
+    the calls are served in turn, see `rota`.
+    """
 
     def __init__(self, resource: str, threads: int = 1, max_waiting: int = _MAX_WAITING) -> None:
-        """At most `threads` calls run at a time, and at most `max_waiting` further calls wait."""
-        self._resource = resource
-        self._most = threads + max_waiting
-        self._threads = _Threads(f"kvplane {resource}", threads)
+        """At most `threads` calls run at a time, and at most `max_waiting` further calls of an owner wait."""
+        self._threads = _Threads(resource, threads, max_waiting)
 
     async def __call__(self, call: Callable[[], _T], /) -> _T:
         """Run the call on a thread, and return its result or raise its exception. Cancelling the caller does not stop a
         call that already runs.
 
         Raises:
-            Busy: `max_waiting` calls already wait.
+            Busy: `max_waiting` calls of the owner already wait.
         """
-        pending = self._threads.pending
-        if pending >= self._most:
-            raise Busy(
-                f"{pending} calls run or wait for {self._resource}, the most allowed",
-                remedy="retry with fewer concurrent calls",
-            )
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        return await asyncio.wrap_future(self._threads.queue(self._owner(), call))
+
+    def _owner(self) -> str:
+        return OWNER.get()
 
 
-class _Threads(futures.Executor):
-    """A ThreadPoolExecutor whose threads the interpreter does not join at exit.
+class InOrder(Executor):
+    """An Executor for a resource of the service: all calls run in their order, not by owner."""
 
-    Attributes:
-        pending: number of calls that run or wait.
-    """
+    def _owner(self) -> str:
+        return ""
 
-    def __init__(self, name: str, most: int) -> None:
-        self.pending = 0
-        self._name = name
+
+class _Threads:
+    """Threads that the interpreter does not join at exit, with a queue of calls."""
+
+    def __init__(self, resource: str, most: int, max_waiting: int) -> None:
+        self._name = f"kvplane {resource}"
         self._most = most
-        self._num_threads = 0
-        self._lock = threading.Lock()
-        self._calls: SimpleQueue[tuple[futures.Future[Any], Callable[[], Any]]] = SimpleQueue()
+        self._num_threads = self._num_idle = 0
+        self._places = Places(resource, most + max_waiting)
+        self._calls = Rota[tuple[str, futures.Future[Any], Callable[[], Any]]]()
+        self._changed = threading.Condition()  # guards all of them
 
-    def submit(self, call: Callable[..., _T], /, *args: object, **kwargs: object) -> futures.Future[_T]:
-        """Queue a call for the threads and return its future (see concurrent.futures.Executor.submit)."""
+    def queue(self, owner: str, call: Callable[[], _T]) -> futures.Future[_T]:
+        """Queue a call for the threads and return its future. Raises Busy."""
         future: futures.Future[_T] = futures.Future()
-        with self._lock:
-            self._calls.put((future, lambda: call(*args, **kwargs)))
-            self.pending += 1
-            if self._num_threads < min(self._most, self.pending):
+        with self._changed:
+            self._places.take(owner)
+            self._calls.put(owner, (owner, future, call))
+            if self._num_idle >= len(self._calls):
+                self._changed.notify()
+            elif self._num_threads < self._most:
                 self._num_threads += 1
                 threading.Thread(target=self._run, name=self._name, daemon=True).start()
         return future
@@ -101,19 +96,20 @@ class _Threads(futures.Executor):
 
     def _run_next(self) -> bool:
         """Run one call. Returns False if no call has arrived for _IDLE_S seconds, so that the thread ends."""
-        try:
-            future, call = self._calls.get(timeout=_IDLE_S)
-        except Empty:
-            with self._lock:
-                ends = self._calls.empty()
-                self._num_threads -= ends
-                return not ends
+        with self._changed:
+            self._num_idle += 1
+            is_there = self._changed.wait_for(lambda: len(self._calls) > 0, _IDLE_S)
+            self._num_idle -= 1
+            if not is_there:
+                self._num_threads -= 1
+                return False
+            owner, future, call = self._calls.take()
         try:
             if future.set_running_or_notify_cancel():
                 future.set_result(call())
         except BaseException as error:  # raised in the caller, as with every executor
             future.set_exception(error)
         finally:
-            with self._lock:
-                self.pending -= 1
+            with self._changed:
+                self._places.leave(owner)
         return True

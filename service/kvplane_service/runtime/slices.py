@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Protocol, TypeVar
 
-from kvplane_service.runtime.executors import Busy
+from kvplane_service.runtime.rota import OWNER, Places, Rota
 
 SLICE_S = 0.001
 
@@ -44,21 +44,23 @@ class Occupied(Protocol):
 
 
 class Turns:
-    """A lock for which a bounded number of callers may wait; further callers are refused.
+    """A lock for which a bounded number of callers of each owner may wait; further callers are refused. It is given to
+    the owners in turn, see `rota`.
 
     No caller holds the lock while it waits for long work on a replica, since callers for other replicas would wait too.
     """
 
     def __init__(self, resource: str, max_waiting: int) -> None:
         """`resource` is the name, in errors, of what the lock protects."""
-        self._resource = resource
-        self._max_waiting = max_waiting
-        self._pending = 0
-        self._lock = asyncio.Lock()
+        self._places = Places(resource, max_waiting + 1)
+        self._is_held = False
+        self._waiting = Rota[asyncio.Future[None]]()
 
     @asynccontextmanager
     async def take(self) -> AsyncIterator[None]:
-        """Wait for the lock, and hold it inside the `with` block. Raises Busy if `max_waiting` callers already wait."""
+        """Wait for the lock, and hold it inside the `with` block. Raises Busy if `max_waiting` callers of the owner
+        already wait.
+        """
         with self.place():
             async with self.turn():
                 yield
@@ -66,16 +68,14 @@ class Turns:
     @contextmanager
     def place(self) -> Iterator[None]:
         """Count the caller as one that waits for or holds the lock, until the end of the `with` block. Raises Busy if
-        `max_waiting` callers already wait.
+        `max_waiting` callers of the owner already wait.
         """
-        if self._pending > self._max_waiting:
-            what = f"{self._max_waiting} calls wait for {self._resource}, the most allowed"
-            raise Busy(what, remedy="retry with fewer concurrent calls")
-        self._pending += 1
+        owner = OWNER.get()
+        self._places.take(owner)
         try:
             yield
         finally:
-            self._pending -= 1
+            self._places.leave(owner)
 
     @asynccontextmanager
     async def turn(self, replica: Occupied | None = None) -> AsyncIterator[None]:
@@ -95,11 +95,28 @@ class Turns:
         while True:
             if replica is not None:
                 await replica.idle()
-            await self._lock.acquire()
+            await self._acquire()
             if replica is None or not replica.is_aside:
                 return
-            self._lock.release()
+            self.end()
+
+    async def _acquire(self) -> None:
+        if not self._is_held:
+            self._is_held = True
+            return
+        given = asyncio.get_running_loop().create_future()
+        self._waiting.put(OWNER.get(), given)
+        try:
+            await given
+        except asyncio.CancelledError:
+            if given.done() and not given.cancelled():
+                self.end()  # it was given, and cannot be used
+            raise
 
     def end(self) -> None:
-        """Give back the lock."""
-        self._lock.release()
+        """Give the lock to the next caller."""
+        while len(self._waiting):
+            given = self._waiting.take()
+            if not given.done():
+                return given.set_result(None)
+        self._is_held = False

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
 from kvplane_core.face.entries import Entries
-from kvplane_service.runtime.executors import Busy
+from kvplane_service.runtime.rota import Busy
 from kvplane_service.store.errors import STORE_ERRORS, RecordRefused, Refusal, StoreDamaged
 from kvplane_service.store.interface import IndexStore, LogName, StoredChunk
 from kvplane_service.store.record import unpack_chunk

@@ -10,7 +10,8 @@ from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from kvplane.base.errors import KvplaneError
-from kvplane_service.runtime.executors import Busy, Offload
+from kvplane_service.runtime.executors import Offload
+from kvplane_service.runtime.rota import Busy
 from kvplane_service.store.errors import StoreUnavailable
 from kvplane_service.store.interface import ALIVE, BlockingSharedStore, BlockingStore, LogName, StoredChunk
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvplane.base.errors import InvalidArgument, NotFound
 from kvplane_service.config import Config
-from kvplane_service.runtime.executors import Executor
+from kvplane_service.runtime.executors import InOrder
 from kvplane_service.store.interface import IndexStore
 from kvplane_service.store.memory import MemoryStore
 from kvplane_service.store.offloaded import Offloaded, OffloadedShared
@@ -41,17 +41,17 @@ def make_store(config: Config, read_only: bool = False) -> IndexStore | None:
     """
     if config.store == "none":
         return None
-    return guarded(_make(config, read_only), config.store_key_file, Executor("the seals of the store"))
+    return guarded(_make(config, read_only), config.store_key_file, InOrder("the seals of the store"))
 
 
 def _make(config: Config, read_only: bool) -> IndexStore:
     name = config.store
     if name == "memory":
-        return OffloadedShared(MemoryStore, Executor("the store"))
+        return OffloadedShared(MemoryStore, InOrder("the store"))
     if name.startswith("sqlite:"):
         path, busy_s = Path(name.removeprefix("sqlite:")), config.store_timeout_ms / 1000
         timeout_s = 2 * busy_s  # longer than SQLite's own timeout, which reports a locked file
-        return Offloaded(partial(SqliteStore, path, busy_s, read_only), Executor("the store"), timeout_s)
+        return Offloaded(partial(SqliteStore, path, busy_s, read_only), InOrder("the store"), timeout_s)
     return _make_redis(config, read_only)
 
 

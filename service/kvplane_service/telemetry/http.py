@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.exposition import choose_encoder
 
 from kvplane.base.errors import Unavailable
-from kvplane_service.runtime.executors import Busy
+from kvplane_service.runtime.rota import Busy
 from kvplane_service.runtime.slices import Turns, in_slices
 
 _PATH = "/metrics"

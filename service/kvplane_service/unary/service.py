@@ -30,7 +30,8 @@ from kvplane.base.step import (
 from kvplane_service.config import Config
 from kvplane_service.replicas.host import ReplicaHost
 from kvplane_service.replicas.step_order import Turn, UnaryStep
-from kvplane_service.runtime.executors import Busy, Offload
+from kvplane_service.runtime.executors import Offload
+from kvplane_service.runtime.rota import Busy
 from kvplane_service.unary.asking import EngineCalls
 from kvplane_service.unary.calls import (
     AllocateCall,
