@@ -165,6 +165,11 @@ def command_section(path: str, command: Any) -> Iterator[str]:  # noqa: ANN401 -
     arguments = [one.name.upper() for one in command.params if one.param_type_name == "argument"]
     yield from ("", f"## {path}", "", f"    {' '.join([path, *arguments])}", "")
     yield from (cell(paragraph) + "\n" for paragraph in (command.help or "").split("\n\n"))
+    yield from option_table(command)
+
+
+def option_table(command: Any) -> Iterator[str]:  # noqa: ANN401
+    """Yield a table of the options of a command, if it has any."""
     options = [one for one in command.params if one.param_type_name == "option" and not one.hidden]
     if options:
         names = (", ".join(f"`{name}`" for name in (*one.opts, *one.secondary_opts)) for one in options)
@@ -174,8 +179,10 @@ def command_section(path: str, command: Any) -> Iterator[str]:  # noqa: ANN401 -
 def commands_page() -> str:
     """Return the page of the command line."""
     head = "Each command also has `--help`, which shows defaults and environment variables."
-    lines = command_section("kvplane", typer.main.get_command(app))
-    return "\n".join(["# Command line", "", NOTE, head, *lines]) + "\n"
+    root: Any = typer.main.get_command(app)
+    shared = "These options stand before or after each command that calls a service or a router:"
+    lines = (shared, "", *option_table(root), *command_section("kvplane", root))
+    return "\n".join(["# Command line", "", NOTE, head, "", *lines]) + "\n"
 
 
 def metrics_page() -> str:

@@ -7,13 +7,28 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from kvplane.base.errors import InvalidArgument, NotFound
 from kvplane.base.groups import TierKind
 from kvplane.base.installed import command_for
+from kvplane.base.units import parse_bytes
+
+_SIZE = "Size of the {}, such as 256GiB. A worker: at most; default: what is free."
+
+
+def _parse_size(text: str | int) -> int:
+    try:
+        return text if isinstance(text, int) else parse_bytes(text, "", "MiB")
+    except InvalidArgument as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _size(name: str, text: str) -> Any:  # noqa: ANN401 - an option of typer
+    """Return an option that is a size; a number without a unit is in MiB."""
+    return typer.Option(name, parser=_parse_size, metavar="SIZE", show_default=False, help=text)
 
 
 def command(
@@ -21,9 +36,6 @@ def command(
     replica: Annotated[
         str, typer.Option(help="Replica name; with a service, it must be registered from a model or a list of layers.")
     ],
-    service: Annotated[
-        str, typer.Option(envvar="KVPLANE_SERVICE", help="Address of the service, or several: A,B,*.SUFFIX.")
-    ] = "",
     opaque: Annotated[
         bool, typer.Option("--opaque", help="No service: lend raw memory to an engine that gives its size (vLLM).")
     ] = False,
@@ -33,19 +45,17 @@ def command(
         Path | None,
         typer.Option(help="Private directory for the socket and the token. Default: one per replica and rank."),
     ] = None,
-    staging_mib: Annotated[int, typer.Option(help="Size of the host staging buffer for page transfers, in MiB.")] = 16,
+    staging_size: Annotated[
+        int, _size("--staging-size", "Size of the host staging buffer for page transfers. Default: 16MiB.")
+    ] = 16 << 20,
     disk: Annotated[
         Path | None, typer.Option(help="Folder on a local disk for the disk tier, if the replica has one.")
     ] = None,
-    host_mib: Annotated[
-        int | None, typer.Option(min=1, help="Most host memory of a host tier, in MiB. Default: 80 % of what is free.")
-    ] = None,
-    disk_mib: Annotated[
-        int | None, typer.Option(min=1, help="Most room of a disk tier, in MiB. Default: what is free.")
-    ] = None,
+    host_size: Annotated[int | None, _size("--host-size", _SIZE.format("host tier of one rank"))] = None,
+    disk_size: Annotated[int | None, _size("--disk-size", _SIZE.format("disk tier of one rank"))] = None,
     backend: Annotated[str, typer.Option(help="Backend of page operations: auto, cudnn, triton or torch.")] = "auto",
     wait: Annotated[
-        bool, typer.Option("--wait", help="Wait until the service is reachable and the replica is registered.")
+        bool, typer.Option("--wait", help="Wait until it is possible and done: for a service, a step, an exit.")
     ] = False,
 ) -> None:
     """Hold the pages of one rank. On SIGTERM or Ctrl-C, exit once the attached engine has exited; on a second signal,
@@ -53,7 +63,8 @@ def command(
     """
     import logging
 
-    if opaque == bool(service):
+    given = context.find_root().obj  # the connection options: kvplane_tools.cli.options.Given
+    if opaque == bool(given.service):
         raise InvalidArgument(
             "a worker gets its memory layout from a service or from its engine",
             field="--service",
@@ -63,13 +74,11 @@ def command(
     from kvplane_worker.process import WorkerOptions, run
 
     logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    access = context.find_root().obj  # set by the options before the command
-    staging_bytes = staging_mib << 20
     backend = "torch" if opaque else backend  # the engine moves its pages: no kernel needs to be tested
-    sizes = {TierKind.HOST: host_mib, TierKind.DISK: disk_mib}
-    most_bytes = {kind: mib << 20 for kind, mib in sizes.items() if mib is not None}
+    sizes = {TierKind.HOST: host_size, TierKind.DISK: disk_size}
+    most_bytes = {kind: num_bytes for kind, num_bytes in sizes.items() if num_bytes is not None}
     options = WorkerOptions(
-        service, replica, rank, device, run_dir, staging_bytes, backend, access, wait, disk, most_bytes
+        given.service, replica, rank, device, run_dir, staging_size, backend, given.access(), wait, disk, most_bytes
     )
     run(options, _print_address)
 

@@ -267,7 +267,7 @@ def test_describe_counts_the_blocks_under_old_loads(kvplane):
         code, out, _ = kvplane("describe", "r", "--service", service.address)
     assert code == 0
     assert "2 of 40 blocks held by 0 running requests" in out
-    assert "2 of them under loads of earlier engine lives" in out
+    assert "2 of them under loads of earlier epochs" in out
 
 
 def test_describe_and_doctor_say_why_a_replica_has_no_compiled_core(kvplane, monkeypatch):

@@ -28,7 +28,7 @@ def test_a_divergence_is_described_and_recorded(kvplane, tmp_path):
         engine.advance(3)
         engine.check(service)
         _, out, _ = kvplane("describe", *at)
-        assert "2 images, 1 divergences" in out
+        assert "2 images, 1 divergence" in out
         assert "last divergence: the answer to step" in out
         code, out, error = kvplane("record", "r", str(tmp_path / "log"), "--divergence", *at[1:])
         assert not code, error

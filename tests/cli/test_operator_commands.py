@@ -78,9 +78,9 @@ def test_status_command_prints_the_service(ask, service):
 
 def test_replicas_command_lists_replicas(ask):
     assert [line.split() for line in ask("replicas").splitlines()] == [
-        ["REPLICA", "STATE", "EPOCH", "BLOCKS", "FREE", "HELD"],
-        ["idle", "idle", "1", "41", "40", "0%"],
-        ["r", "live", "2", "41", "34", "15%"],
+        ["REPLICA", "STATE", "RUNNING", "HIT", "BLOCKS", "FREE", "HELD"],
+        ["idle", "idle", "0", "-", "40", "40", "0%"],
+        ["r", "live", "1", "40%", "40", "34", "15%"],
     ]
 
 
@@ -102,10 +102,10 @@ def test_describe_command_prints_a_replica(ask):
     text = ask("describe", "r")
     assert "r: live, epoch 2, step 3 (executed through 2)" in text
     assert "hits: 32 of 80 tokens looked up (40%)" in text
-    assert "pool: 6 of 40 blocks held by 1 running requests" in text
+    assert "pool: 6 of 40 blocks held by 1 running request" in text
     assert ["1", "sliding_window", "32"] in [line.split()[:3] for line in text.splitlines()]
     assert "store: none" in text
-    assert "workers: none for 1 ranks" in text
+    assert "workers: none for 1 rank" in text
     assert "SLOWEST STEPS" in text
 
 
@@ -174,14 +174,14 @@ def test_events_after_an_unreached_batch_are_refused(service, kvplane):
 
 def test_explain_command_explains_a_request(ask):
     text = ask("explain", "r", "--request", "second")
-    attempt = "in step 2 of engine life 2"
+    attempt = "in step 2 of epoch 2"
     assert text.splitlines()[0] == f"32 of 40 tokens hit {attempt}; longest possible hit: 32"
     assert "cause: the hit is as long as possible" in text
 
 
 def test_explain_command_shows_the_history_of_a_block(ask):
     heading, *changes = ask("explain", "r", "--block", "1").splitlines()
-    assert heading.split() == ["AGE", "STEP", "LIFE", "BLOCK", "GROUP", "KEY", "CHANGE"]
+    assert heading.split() == ["AGE", "STEP", "EPOCH", "BLOCK", "GROUP", "KEY", "CHANGE"]
     assert changes[0].endswith("computed by request 'first'")
 
 
@@ -204,7 +204,7 @@ def test_explain_command_explains_a_prompt(ask, tmp_path):
 
 def test_explain_names_the_engine_life_that_lost_the_keys():
     lost = ExplainResponse(cause="MISS_CAUSE_UNVERIFIED", end=16, epoch=3, age_ms=1500)
-    assert sentence(lost).endswith("the stamps did not verify them 1.5 s ago, when engine life 3 began")
+    assert sentence(lost).endswith("the stamps did not verify them 1.5 s ago, when epoch 3 began")
 
 
 def test_explain_of_a_disconnected_engine_works_by_request_name(service, kvplane, tmp_path):

@@ -15,13 +15,13 @@ def test_plan_prints_tables(kvplane):
     assert code == 0
     lines = out.splitlines()
     assert lines[:4] == [
-        "gpt-oss-120b in 40GiB per rank: 72,817 blocks of 589,824 bytes",
-        "73,728 bytes per token while every token is kept",
+        "gpt-oss-120b in 40GiB per rank: 72,817 blocks of 576 KiB",
+        "72 KiB per token while every token is kept",
         "3,081 blocks per request of 32,768 tokens: 23.63 concurrent requests if each is in a prefill of 8,192 tokens "
         "(engines admit by this), 35.38 while all decode",
         "17.78 in a uniform cache, so the gain is 1.33 x and 1.99 x",
     ]
-    assert "fp8       8   4,608        1,165,084  378.15      284.44" in lines
+    assert ["fp8", "8", "4.5", "KiB", "1,165,084", "378.15", "284.44"] in [line.split() for line in lines]
     assert any(line.startswith("131,072  7.89") and line.endswith("██") for line in lines)
 
 
@@ -176,7 +176,7 @@ def test_plan_reports_blocks_and_pipeline_stages(kvplane):
     lines = [line.split() for line in kvplane(*words)[1].splitlines()]
     assert ["reference", "4", "sliding_window", "9", "16"] in lines
     assert ["best", "1", "full_attention", "10", "16"] in lines
-    assert ["reference", "1", "16", "393,216", "100.0%", "23.8%"] in lines
+    assert ["reference", "1", "16", "384", "KiB", "100.0%", "23.8%"] in lines
     answer = json.loads(kvplane(*words, "-o", "json")[1])
     for plan in ("reference", "best"):
         groups, stages = answer[plan]["by_group"], answer[plan]["by_stage"]
@@ -238,9 +238,9 @@ def test_plan_says_what_tiers_hold(kvplane):
     code, out, _ = kvplane(*words)
     assert code == 0
     lines = [line.split() for line in out.splitlines()]
-    assert ["TIER", "SLOTS", "SLOT", "BYTES", "SAVE", "BLOCKS/PROMPT", "PROMPTS", "OF", "131,072", "TOKENS"] in lines
-    (host,) = [line for line in lines if line[:1] == ["host"] and len(line) == 7]
-    assert host == ["host", "174,762", "393,216", "behind", "8,200", "21.31", "2,793,464"]
+    assert ["TIER", "SLOTS", "SLOT", "SAVE", "BLOCKS/PROMPT", "PROMPTS", "OF", "131,072", "TOKENS"] in lines
+    (host,) = [line for line in lines if line[:1] == ["host"] and len(line) == 8]
+    assert host == ["host", "174,762", "384", "KiB", "behind", "8,200", "21.31", "2,793,464"]
     assert ["host", "1", "full_attention", "8,192", "174,591", "2,793,456"] in lines
     assert ["host", "0", "sliding_window", "8", "170", "2,720"] in lines
     tiers = json.loads(kvplane(*words, "-o", "json")[1])["tiers"]
@@ -260,7 +260,7 @@ def test_plan_says_what_checkpoints_cost_and_when_tiers_save(kvplane):
         "without them 21.31 prompts fit"
     ) in out.splitlines()
     lines = [line.split() for line in out.splitlines()]
-    assert ["host", "174,762", "393,216", "behind", "9,408", "18.58", "2,434,779"] in lines
+    assert ["host", "174,762", "384", "KiB", "behind", "9,408", "18.58", "2,434,779"] in lines
     assert ["host", "0", "sliding_window", "1,216", "22,588", "361,408"] in lines
     host, disk = json.loads(kvplane(*words, "-o", "json")[1])["tiers"]
     assert (host["save"], disk["save"]) == ("behind", "through")
@@ -293,7 +293,7 @@ def test_a_tier_without_a_slot_for_each_group_is_refused(kvplane, option, field)
     assert errors.startswith(f"kvplane: {field}: 399,360 bytes are ")
     assert "the model has 2 groups (give at least " in errors
     code, _, errors = kvplane("plan", "gpt-oss-20b", option, "plenty")
-    assert (code, errors.split(":")[1].strip()) == (2, field)
+    assert (code, f"{option}-size" in errors) == (2, True)
     code, _, errors = kvplane("plan", "gpt-oss-20b", option, "1GiB", "--no-prefix-caching")
     assert (code, "no block has a key" in errors) == (2, True)
 

@@ -15,7 +15,7 @@ def test_prefetch_says_what_is_copied(kvplane, tmp_path):
     with running(Config(listen="127.0.0.1:0")) as service, connect(service.address) as client, served(client) as engine:
         with engine.idling():
             code, out, _ = kvplane(*words, "--service", service.address)
-        assert (code, "a hit of 64 tokens" in out, "4 blocks are copied" in out) == (0, True, True), out
+        assert (code, "a hit of 64 tokens" in out, "4 blocks copied" in out) == (0, True, True), out
         code, _, err = kvplane("prefetch", "r", "--service", service.address)
         assert (code, "--tokens" in err) == (2, True)
         code, out, _ = kvplane(*words, "--grpcurl")

@@ -21,8 +21,8 @@ def test_retain_says_what_is_retained(kvplane, tmp_path):
             engine.serve(3)
             with engine.idling():
                 code, out, _ = kvplane(*words, *at, "--ttl", "60")
-                assert (code, "64 tokens, 4 blocks are retained for 60 s" in out) == (0, True), out
-                assert "1 prefixes, 4 blocks" in kvplane("describe", "r", *at)[1]
+                assert (code, "64 tokens, 4 blocks retained for 60 s" in out) == (0, True), out
+                assert "1 prefix, 4 blocks" in kvplane("describe", "r", *at)[1]
                 code, out, _ = kvplane(*words, *at, "--ttl", "0")
                 assert (code, "released" in out) == (0, True), out
         code, _, err = kvplane("retain", "r", *at)

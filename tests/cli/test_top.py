@@ -113,7 +113,7 @@ def test_describe_and_top_show_the_blocks_that_no_state_can_take(kvplane):
             shown = drawn(panel(client.describe_replica("split"), Trend()))
     slack = "slack: 3 free blocks (15.0%) of superblocks in use, where no state fits"
     assert code == 0
-    assert "pool: 13 of 20 blocks held by 1 running requests" in out
+    assert "pool: 13 of 20 blocks held by 1 running request" in out
     assert slack in out
     assert slack.replace(":", "") in shown
 
@@ -128,7 +128,7 @@ def test_describe_and_top_show_what_is_retained(kvplane):
         kept = client.retain("r", prompt, ttl_s=60)
         code, out, _ = kvplane("describe", "r", "--service", service.address)
         shown = drawn(panel(client.describe_replica("r"), Trend()))
-    line = f"1 prefixes, {kept.retained_blocks} blocks"
+    line = f"1 prefix, {kept.retained_blocks} blocks"
     assert kept.retained_blocks > 0
     assert code == 0
     assert f"retained: {line}; 1 retained" in out

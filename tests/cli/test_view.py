@@ -127,7 +127,7 @@ def test_refusal_lines_are_limited():
     many = [Refusal(f"r{number}", TOO_LONG, "5000 tokens") for number in range(9)]
     lines = report.refusal_lines(summary(refusals=many, requests=12))
     assert lines[0] == f"refused r0: {TOO_LONG} (5000 tokens)"
-    assert lines[-1] == "refused 4 more; --json lists all of them"
+    assert lines[-1] == "refused 4 more; -o json lists all of them"
     assert report.refusal_lines(summary(refusals=[], requests=3)) == []
 
 

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from kvplane.base.errors import InvalidArgument
+from kvplane.base.units import parse_bytes
 from kvplane_plan.models.catalogue import MODELS
 from kvplane_plan.models.hf_config import model_of
 from kvplane_plan.models.shapes import ModelOptions
-from kvplane_plan.models.sizing import Figures, Sizing, figures_of, parse_bytes, shortest_with_gain
+from kvplane_plan.models.sizing import Figures, Sizing, figures_of, shortest_with_gain
 from tests.plan.test_models import GOLDEN_ROWS
 
 GIB = 1 << 30

@@ -42,6 +42,8 @@ def test_list_names_groups_hashes_and_faults(places):
     assert done.returncode == 0, done.stderr
     heading, line = done.stdout.splitlines()
     assert heading.split()[:3] == ["PLACE", "MODEL", "STATE"]
+    assert line.split() == ["first", "m", "current", "0", "23", "0", "0", "-"]
+    heading, line = Done("list", "--places", str(places), "-o", "wide").stdout.splitlines()
     assert "first  m      current  0          3 " in line
     assert "0 full_attention in 16; 1 sliding_window of 32 in 16" in line
     assert "sha256, default seed, blocks of 16" in line

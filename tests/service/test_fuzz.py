@@ -83,7 +83,7 @@ VALID: dict[str, list[Message]] = {
     ],
     "DeregisterReplica": [pb.DeregisterReplicaRequest(replica="r", epoch=1)],
     "DescribeReplica": [pb.DescribeReplicaRequest(replica="r")],
-    "ListReplicas": [pb.ListReplicasRequest(page_size=10, page_token="a")],
+    "ListReplicas": [pb.ListReplicasRequest(page_size=10, page_token="after:a")],
     "FindCacheHit": [
         pb.FindCacheHitRequest(
             replica="r",

@@ -189,7 +189,10 @@ class TestReplicas:
         for name in ("p1", "p2", "p3"):
             service.allocation.DeregisterReplica(pb.DeregisterReplicaRequest(replica=name))
 
-    @pytest.mark.parametrize(("field", "value"), [("page_size", 1001), ("page_token", "no name")])
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [("page_size", 1001), ("page_token", "no name"), ("page_token", "garbage"), ("page_token", "after:")],
+    )
     def test_invalid_page_requests_are_refused(self, service, unchanged, field, value):
         with refusal(InvalidArgument, field):
             service.allocation.ListReplicas(pb.ListReplicasRequest(**{field: value}))

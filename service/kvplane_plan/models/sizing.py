@@ -4,7 +4,6 @@ state layers free what they no longer need) with a uniform one (every layer keep
 
 from __future__ import annotations
 
-import re
 from bisect import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -29,14 +28,11 @@ _DTYPES = ("bfloat16", "fp8")
 _RANKS = (1, 2, 4, 8)
 Label = TypeVar("Label")
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 # Memory in GB as the makers' data sheets state it; a driver leaves a little less or more of it.
 GPUS = {
     "a10": 24, "a100": 80, "a100-40gb": 40, "b200": 180, "h100": 80, "h200": 141, "l4": 24, "l40s": 48, "mi300x": 192,
     "mi325x": 256, "t4": 16, "v100": 32,
 }  # fmt: skip
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?B)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,17 +183,7 @@ def gpu_bytes(name: str, utilization: float) -> int:
         raise InvalidArgument(what, field="gpu", remedy=f"use one of {', '.join(GPUS)}, or give --memory")
     if not 0.0 < utilization <= 1.0:
         raise InvalidArgument(f"it is {utilization}", field="utilization", remedy="give a part above 0 and at most 1")
-    return int(GPUS[name.lower()] * _UNITS["GB"] * utilization)
-
-
-def parse_bytes(text: str, field: str = "memory") -> int:
-    """Return the number of bytes that a text such as "40GiB", "80 GB" or "1073741824" states. Raises
-    InvalidArgument.
-    """
-    found = _SIZE.fullmatch(text.strip())
-    if found is None:
-        raise InvalidArgument(f"{text!r} is not a size in bytes", field=field, remedy="write a size such as 40GiB")
-    return int(float(found[1]) * _UNITS[(found[2] or "").upper()])
+    return int(GPUS[name.lower()] * 10**9 * utilization)
 
 
 def figures_of(sizing: Sizing) -> Figures:

@@ -37,6 +37,15 @@ _FRAME = struct.Struct("<II")
 _MAX_FRAME_BYTES = 256 << 20
 
 
+def is_recording(path: Path) -> bool:
+    """Return True if the file begins as a recording does; False also for one that cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) in _READS
+    except OSError:
+        return False
+
+
 def header_of(replica: str, spec: ReplicaSpec) -> RecordResponse:
     """Return the first message of a recording, which describes the replica and the format."""
     return RecordResponse(

@@ -26,6 +26,7 @@ from kvplane_service.unary.calls import EvictCall, PrefetchCall, ResetCall, Reta
 
 MAX_PAGE = 1000
 DEFAULT_PAGE = 100
+_AFTER = "after:"  # no name has a colon, so that no name is a page token
 MAX_REGISTRATIONS = 1024  # calls that may wait: after a restart the engines of all replicas may register at once
 
 
@@ -97,19 +98,20 @@ class AllocationServicer:
         return encode.encode_description(entry, self._keeper.report(entry))
 
     async def ListReplicas(self, request: pb.ListReplicasRequest, _: bytes) -> Message:  # noqa: N802
-        """Return a page of the replicas that the caller may see, by name. The token of the next page is the last name
+        """Return a page of the replicas that the caller may see, by name. The token of the next page has the last name
         on this one.
         """
         size = request.page_size or DEFAULT_PAGE
         if size > MAX_PAGE:
             raise InvalidArgument(f"it is {size}", field="page_size", remedy=f"give at most {MAX_PAGE}")
-        if request.page_token and not self._registry.is_name(request.page_token):
+        after = request.page_token.removeprefix(_AFTER)
+        if request.page_token and (after == request.page_token or not self._registry.is_name(after)):
             what = f"{request.page_token[:140]!r} is not a page token"
             raise InvalidArgument(what, field="page_token", remedy="send the next_page_token of an earlier answer")
-        page = self._registry.page(request.page_token, size + 1)
+        page = self._registry.page(after, size + 1)
         answer = pb.ListReplicasResponse(replicas=[encode.encode_summary(one.host) for one in page[:size]])
         if len(page) > size:
-            answer.next_page_token = page[size - 1].host.name
+            answer.next_page_token = _AFTER + page[size - 1].host.name
         return answer
 
     # ---- requests

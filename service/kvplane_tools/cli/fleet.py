@@ -17,8 +17,21 @@ import typer
 
 from kvplane.base.errors import InvalidArgument, NotFound, Unavailable
 from kvplane.base.installed import command_for
-from kvplane_tools.cli.options import TABLE, ConfigFile, Listen, Output, Settings, Watch, given_access, load_config
+from kvplane_tools.cli.client import remedies
+from kvplane_tools.cli.options import (
+    TABLE,
+    ConfigFile,
+    Listen,
+    Metrics,
+    ModelName,
+    Output,
+    Settings,
+    Watch,
+    given,
+    load_config,
+)
 from kvplane_tools.cli.output import columns, repeat, show
+from kvplane_tools.cli.query.prompt import Tokens, token_ids
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -38,16 +51,13 @@ RouterAddress = Annotated[
 Places = Annotated[
     Path | None, typer.Option("--places", metavar="FILE", help="Ask no router, but follow the engines of FILE once.")
 ]
-Within = Annotated[float, typer.Option("--within", min=0.1, max=3600.0, help="Seconds to wait for engines of FILE.")]
-Model = Annotated[str, typer.Option("--model", help="The model of the prompt.")]
-TokenIds = Annotated[str, typer.Option("--tokens", help="The prompt's token ids, separated by commas.")]
 
 
 def router_command(
     file: PlacesFile,
     config: ConfigFile = None,
     listen: Listen = None,
-    metrics: Annotated[str | None, typer.Option(help="host:port of the HTTP endpoint for Prometheus.")] = None,
+    metrics: Metrics = None,
     settings: Settings = None,
 ) -> None:
     """Follow the caches of engines and say where a prompt is answered soonest, until SIGTERM or Ctrl-C."""
@@ -65,7 +75,7 @@ def router_command(
     if loaded.sources["listen"] == "default":
         loaded = load_config(config, DEFAULT_ROUTER, settings)
     logging.basicConfig(level=loaded.config.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    asyncio.run(serve(loaded.config, load(file), _print_addresses, given_access()))
+    asyncio.run(serve(loaded.config, load(file), _print_addresses, given().access()))
 
 
 def _print_addresses(router: Router) -> None:
@@ -81,18 +91,23 @@ def _print_addresses(router: Router) -> None:
 @app.command("list")
 def list_places(
     router: RouterAddress = DEFAULT_ROUTER,
-    model: Annotated[str, typer.Option("--model", help="Only places of this model.")] = "",
+    model: ModelName = "",
     places: Places = None,
-    within: Within = 30.0,
     output: Output = TABLE,
     watch: Watch = None,
 ) -> None:
-    """List the engines with their entries, groups, kind of hashes, and faults of their events."""
+    """List the engines with their entries and faults of their events; -o wide also their groups and kind of hashes."""
     from kvplane.v1 import routing_pb2 as pb
 
     def one() -> None:
-        answer = cast("pb.ListPlacesResponse", _ask(pb.ListPlacesRequest(model=model), router, places, within))
-        show(answer, output, table=lambda: columns([_HEADING, *map(_row, answer.places)]))
+        answer = cast("pb.ListPlacesResponse", _ask(pb.ListPlacesRequest(model=model), router, places))
+        show(
+            answer,
+            output,
+            table=lambda: columns([_SHORT, *([_facts(one)[name] for name in _SHORT] for one in answer.places)]),
+            wide=lambda: columns([_HEADING, *map(_row, answer.places)]),
+            name=lambda: "\n".join(one.place for one in answer.places),
+        )
 
     repeat(watch, one)
 
@@ -102,23 +117,26 @@ def describe(
     place: Annotated[str, typer.Argument(help="Name of the place.")],
     router: RouterAddress = DEFAULT_ROUTER,
     places: Places = None,
-    within: Within = 30.0,
     output: Output = TABLE,
 ) -> None:
     """Show what is known of one engine."""
     from kvplane.v1 import routing_pb2 as pb
 
-    answer = cast("pb.ListPlacesResponse", _ask(pb.ListPlacesRequest(), router, places, within))
+    answer = cast("pb.ListPlacesResponse", _ask(pb.ListPlacesRequest(), router, places))
     found = [one for one in answer.places if one.place == place]
     if not found:
         raise NotFound(f"there is no place {place!r}", field="place", remedy="`kvplane fleet list` names all")
-    show(found[0], output, table=lambda: columns(_facts(found[0])))
+    show(
+        found[0],
+        output,
+        table=lambda: columns([(f"{name.capitalize()}:", it) for name, it in _facts(found[0]).items()]),
+    )
 
 
 @app.command()
 def score(
-    tokens: TokenIds,
-    model: Model = "",
+    tokens: Tokens = None,
+    model: ModelName = "",
     policy: Annotated[str, typer.Option("--policy", help="Policy; default: the router's.")] = "",
     router: RouterAddress = DEFAULT_ROUTER,
     places: Places = None,
@@ -127,7 +145,7 @@ def score(
     """List what each engine would hit of a prompt, which groups of layers limit it, and what answering there costs."""
     from kvplane.v1 import routing_pb2 as pb
 
-    prompt = _prompt(tokens)
+    prompt = pb.Prompt(token_ids=token_ids(tokens))
     known = {name.removeprefix("ROUTING_POLICY_").lower(): value for name, value in pb.RoutingPolicy.items()}
     known[""] = known.pop("unspecified")
     if policy not in known:
@@ -140,8 +158,8 @@ def score(
 
 @app.command()
 def explain(
-    tokens: TokenIds,
-    model: Model = "",
+    tokens: Tokens = None,
+    model: ModelName = "",
     place: Annotated[
         list[str] | None, typer.Option("--place", help="Only this place; may be given repeatedly.")
     ] = None,
@@ -152,45 +170,35 @@ def explain(
     """Say for each engine why a prompt hits no more there, and why the first one is chosen."""
     from kvplane.v1 import routing_pb2 as pb
 
-    prompt = _prompt(tokens)
+    prompt = pb.Prompt(token_ids=token_ids(tokens))
     request = pb.ScoreRequest(model=model, prompt=prompt, candidates=place or ())
     answer = cast("pb.ScoreResponse", _ask(request, router, places))
     show(answer, output, table=lambda: "\n\n".join(explanations(answer, len(prompt.token_ids))))
 
 
-def _prompt(tokens: str) -> pb.Prompt:
-    from kvplane.v1 import routing_pb2 as pb
-
-    try:
-        return pb.Prompt(token_ids=[int(one) for one in tokens.split(",")])
-    except ValueError:
-        raise InvalidArgument("not a list of numbers", field="tokens", remedy="separate token ids by commas") from None
-
-
 # -- asking ----------------------------------------------------------------------------------------------------------
 
 
-def _ask(request: Message, router: str, places: Path | None, within_s: float = _TIMEOUT_S) -> Message:
+def _ask(request: Message, router: str, places: Path | None) -> Message:
     """Return the answer of a router, or of the places of a file, to a request of Score or ListPlaces."""
-    method = type(request).__name__.removesuffix("Request")
-    return _ask_router(method, request, router) if places is None else _ask_once(method, request, places, within_s)
+    method, timeout_s = type(request).__name__.removesuffix("Request"), given().request_timeout or _TIMEOUT_S
+    if places is not None:
+        return _ask_once(method, request, places, timeout_s)
+    return _ask_router(method, request, router, timeout_s)
 
 
-def _ask_router(method: str, request: Message, router: str) -> Message:
+def _ask_router(method: str, request: Message, router: str, timeout_s: float) -> Message:
     import grpc
 
     from kvplane.rpc.channel import open_channel
     from kvplane.rpc.status import RpcOutcome, error_of_rpc
     from kvplane.v1 import routing_pb2_grpc
 
-    with open_channel(router, given_access()) as channel:
+    with remedies("--router", "KVPLANE_ROUTER"), open_channel(router, given().access()) as channel:
         try:
-            answer: Message = getattr(routing_pb2_grpc.RoutingStub(channel), method)(request, timeout=_TIMEOUT_S)
+            answer: Message = getattr(routing_pb2_grpc.RoutingStub(channel), method)(request, timeout=timeout_s)
         except grpc.RpcError as outcome:
-            error = error_of_rpc(cast(RpcOutcome, outcome))
-            if isinstance(error, Unavailable):
-                error.remedy = error.remedy or "check that it runs, or name its address by --router or KVPLANE_ROUTER"
-            raise error from None
+            raise error_of_rpc(cast(RpcOutcome, outcome)) from None
     return answer
 
 
@@ -207,7 +215,7 @@ def _ask_once(method: str, request: Message, file: Path, within_s: float) -> Mes
     settings = load(file)
 
     async def run() -> Message:
-        fleet = Fleet(given_access())
+        fleet = Fleet(given().access())
         async with following(fleet, settings.places):
             try:
                 async with asyncio.timeout(within_s):
@@ -249,16 +257,8 @@ _HEADING = [
 def _row(one: pb.PlaceInfo) -> list[str]:
     claimed = (str(one.claimed_tokens), str(one.real_tokens))
     counts = (str(one.in_flight), str(one.batches), str(one.entries))
-    return [
-        one.place,
-        one.model or "-",
-        one.state,
-        *counts,
-        _groups(one),
-        one.hashes or "not proven",
-        *claimed,
-        _faults(one),
-    ]
+    who = (one.place, one.model or "-", one.state)
+    return [*who, *counts, _groups(one), one.hashes or "not proven", *claimed, _faults(one)]
 
 
 def _groups(one: pb.PlaceInfo) -> str:
@@ -273,11 +273,14 @@ def _faults(one: pb.PlaceInfo) -> str:
     return ", ".join(f"{name} {times}" for name, times in sorted(one.faults.items())) or "-"
 
 
-def _facts(one: pb.PlaceInfo) -> list[list[str]]:
+_SHORT = ("PLACE", "MODEL", "STATE", "IN FLIGHT", "ENTRIES", "CLAIMED", "REAL", "FAULTS")
+
+
+def _facts(one: pb.PlaceInfo) -> dict[str, str]:
     facts = dict(zip(_HEADING, _row(one), strict=True))
     facts["ENDPOINT"] = one.endpoint or "-"
     facts["PREFILL"] = f"{one.prefill_tokens_per_s:,.0f} tokens/s from {one.samples} reports"
-    return [[f"{name.capitalize()}:", value] for name, value in facts.items()]
+    return facts
 
 
 def explanations(answer: pb.ScoreResponse, num_tokens: int) -> Iterator[str]:

@@ -134,6 +134,11 @@ def tier_word(kind: int) -> str:
     return word(TierKind.keys()[kind], "TIER_KIND_")
 
 
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """Return a count with its noun, such as "1 block" or "2,000 blocks"."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
 def size(num_bytes: int) -> str:
     """Return a number of bytes as text, such as "1.5 GiB"."""
     unit = min(4, max(0, num_bytes.bit_length() - 1) // 10)
@@ -165,7 +170,8 @@ def slack_line(answer: DescribeReplicaResponse) -> str:
 
 def retained_line(answer: DescribeReplicaResponse) -> str:
     """Return how many prefixes and blocks are retained."""
-    return f"{answer.retained_prefixes:,} prefixes, {answer.retained_blocks:,} blocks"
+    prefixes = counted(answer.retained_prefixes, "prefix", "prefixes")
+    return f"{prefixes}, {counted(answer.retained_blocks, 'block')}"
 
 
 def by_reason(counts: Mapping[str, int]) -> str:

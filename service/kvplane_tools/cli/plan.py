@@ -16,9 +16,10 @@ import typer
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import Drafter, SavePolicy, TierKind
+from kvplane.base.units import parse_bytes
 from kvplane_tools.cli import plots
-from kvplane_tools.cli.options import TABLE, Output, Shape
-from kvplane_tools.cli.output import columns, text_of
+from kvplane_tools.cli.options import TABLE, DiskSave, DiskSize, HostSave, HostSize, Output, Plot, Ranks, Shape
+from kvplane_tools.cli.output import columns, size, text_of
 
 if TYPE_CHECKING:
     from kvplane_plan.models.sizing import Figures, Sizing
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 _BAR_CELLS = 40
 _TEXT_COLUMNS = 100
 _UNIT = typer.Option(min=0, help="Prefix hits are multiples of this number of tokens. 0 = the most possible.")
-_PLOT = typer.Option(help="Also plot concurrency by context length to this .png, .svg or .pdf file.")
 _CHECKPOINTS = typer.Option(
     min=0, max=100, help="Percentage of the other blocks that windows and states inside prompts take in tiers."
 )
@@ -59,7 +59,7 @@ def plan_command(
         str, typer.Option(help="Weights of the whole model, such as 70GB, which the ranks divide; add activations.")
     ] = "0",
     context: Annotated[int, typer.Option(min=1, help="Longest request in tokens.")] = 32768,
-    tensor_parallel: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
+    tensor_parallel: Ranks = 1,
     cache_dtype: Annotated[str, typer.Option(help="bfloat16, float16 or fp8.")] = "bfloat16",
     block_size: Annotated[int, typer.Option(min=1, help="Tokens per attention block.")] = 16,
     batched_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one step.")] = 8192,
@@ -68,11 +68,11 @@ def plan_command(
     drafter: Annotated[Drafter, typer.Option(help="Drafter with a layer in the pool.")] = Drafter.NONE,
     prefix_caching: Annotated[bool, typer.Option(help="Cache prompts, and states at block boundaries.")] = True,
     prefix_match_unit: Annotated[int, _UNIT] = 0,
-    plot: Annotated[Path | None, _PLOT] = None,
-    host: Annotated[str, typer.Option(help="Host memory of one rank for a tier, such as 256GiB.")] = "",
-    disk: Annotated[str, typer.Option(help="Disk of one rank for a tier, such as 2TB.")] = "",
-    host_save: Annotated[SavePolicy, typer.Option(help="When blocks are copied to the host.")] = SavePolicy.BEHIND,
-    disk_save: Annotated[SavePolicy, typer.Option(help="When blocks are copied to the disk.")] = SavePolicy.BEHIND,
+    plot: Plot = None,
+    host_size: HostSize = None,
+    disk_size: DiskSize = None,
+    host_save: HostSave = SavePolicy.BEHIND,
+    disk_save: DiskSave = SavePolicy.BEHIND,
     checkpoints: Annotated[int, _CHECKPOINTS] = 0,
     compare: Annotated[
         bool, typer.Option("--compare", help="Compare with the planners best and split, and with the ideal.")
@@ -89,7 +89,7 @@ def plan_command(
     every layer keeps every token; also for other data types, numbers of ranks and context lengths.
     """
     from kvplane_plan.models.shapes import ModelOptions
-    from kvplane_plan.models.sizing import Sizing, find_model, parse_bytes
+    from kvplane_plan.models.sizing import Sizing, find_model
 
     options = ModelOptions(
         tensor_parallel,
@@ -108,7 +108,7 @@ def plan_command(
     if pipeline_parallel > 1:
         what = f"it is {pipeline_parallel}, and the figures are those of one stage"
         raise InvalidArgument(what, field="pipeline_parallel", remedy="add --compare, which reports each stage")
-    tiers = _tier_sizes(((TierKind.HOST, host, host_save), (TierKind.DISK, disk, disk_save)), checkpoints)
+    tiers = _tier_sizes(((TierKind.HOST, host_size, host_save), (TierKind.DISK, disk_size, disk_save)), checkpoints)
     return print(_capacity(model, sizing, tiers, plot, output))
 
 
@@ -255,16 +255,16 @@ def _stages_of(plan: CachePlan, stage_bytes: int) -> Iterator[_Stage]:
 
 
 def _table_of(stages: Mapping[str, Sequence[_Stage]]) -> str:
-    rows = [("PLAN", "STAGE", "LAYERS", "BYTES/BLOCK", "MEMORY TAKEN", "PADDING")]
+    rows = [("PLAN", "STAGE", "LAYERS", "BLOCK", "MEMORY TAKEN", "PADDING")]
     for name, of_plan in stages.items():
         for number, one in enumerate(of_plan):
-            counts = (str(number), str(one.num_layers), f"{one.bytes_per_block:,}")
+            counts = (str(number), str(one.num_layers), size(one.bytes_per_block))
             rows.append((name, *counts, f"{one.memory_share:.1%}", f"{one.padding_share:.1%}"))
     return columns(rows)
 
 
 def _memory(memory: str, gpu: str, utilization: float) -> int:
-    from kvplane_plan.models.sizing import gpu_bytes, parse_bytes
+    from kvplane_plan.models.sizing import gpu_bytes
 
     if gpu and memory:
         raise InvalidArgument("--gpu and --memory are both given", field="gpu", remedy="give one of them")
@@ -279,8 +279,8 @@ def _head(title: str, sizing: Sizing, figures: Figures) -> str:
     hits = [f"prefix hits are multiples of {figures.hit_unit:,} tokens"] if figures.hit_unit else []
     return "\n".join(
         (
-            f"{title}: {figures.num_blocks:,} blocks of {figures.bytes_per_block:,} bytes",
-            f"{figures.bytes_per_token:,.0f} bytes per token while every token is kept",
+            f"{title}: {figures.num_blocks:,} blocks of {size(figures.bytes_per_block)}",
+            f"{size(round(figures.bytes_per_token))} per token while every token is kept",
             f"{figures.blocks_per_request:,} blocks per request of {sizing.options.max_model_len:,} tokens: "
             f"{figures.concurrency:.2f} concurrent requests if each is in a prefill of {sizing.max_batched_tokens:,} "
             f"tokens (engines admit by this), {figures.decoding_concurrency:.2f} while all decode",
@@ -292,27 +292,34 @@ def _head(title: str, sizing: Sizing, figures: Figures) -> str:
 
 
 def _groups(figures: Figures) -> str:
-    rows = [("GROUP", "KIND", "LAYERS", "BLOCK", "PAGE BYTES", "BYTES/TOKEN")]
+    rows = [("GROUP", "KIND", "LAYERS", "BLOCK", "PAGE", "PER TOKEN")]
     for number, group in enumerate(figures.groups):
-        sizes = (str(group.num_layers), str(group.block_size), f"{group.page_bytes:,}", f"{group.bytes_per_token:,.0f}")
+        sizes = (
+            str(group.num_layers),
+            str(group.block_size),
+            size(group.page_bytes),
+            size(round(group.bytes_per_token)),
+        )
         rows.append((str(number), group.kind.value, *sizes))
     return columns(rows)
 
 
-def _tier_sizes(asked: Iterable[tuple[TierKind, str, SavePolicy]], checkpoints: int) -> list[TierSize]:
+def _tier_sizes(asked: Iterable[tuple[TierKind, int | None, SavePolicy]], checkpoints: int) -> list[TierSize]:
     """Return the tiers that have a size. Raises InvalidArgument for settings of others."""
-    from kvplane_plan.models.sizing import parse_bytes
     from kvplane_plan.models.tiers import TierSize
 
     sizes = []
-    for kind, text, save in asked:
-        if text:
-            sizes.append(TierSize(kind, parse_bytes(text, kind.value), save, checkpoints))
+    for kind, num_bytes, save in asked:
+        if num_bytes is not None:
+            sizes.append(TierSize(kind, num_bytes, save, checkpoints))
         elif save is not SavePolicy.BEHIND:
-            what, remedy = f"there is no {kind.value} tier to save into", f"give --{kind.value}, or leave it out"
+            what, remedy = f"there is no {kind.value} tier to save into", f"give --{kind.value}-size, or leave it out"
             raise InvalidArgument(what, field=f"--{kind.value}-save", remedy=remedy)
     if checkpoints and not sizes:
-        what, remedy = "checkpoints are settings of a tier, and there is none", "give --host or --disk, or leave it out"
+        what, remedy = (
+            "checkpoints are settings of a tier, and there is none",
+            "give --host-size or --disk-size, or leave it out",
+        )
         raise InvalidArgument(what, field="--checkpoints", remedy=remedy)
     return sizes
 
@@ -322,10 +329,10 @@ def _tiers(sizing: Sizing, tiers: Sequence[TierFigures]) -> Iterator[str]:
     if not tiers:
         return
     length = f"{sizing.options.max_model_len:,}"
-    rows = [("TIER", "SLOTS", "SLOT BYTES", "SAVE", "BLOCKS/PROMPT", f"PROMPTS OF {length}", "TOKENS")]
+    rows = [("TIER", "SLOTS", "SLOT", "SAVE", "BLOCKS/PROMPT", f"PROMPTS OF {length}", "TOKENS")]
     of_groups = [("TIER", "GROUP", "KIND", "BLOCKS/PROMPT", "SLOTS", "TOKENS")]
     for tier in tiers:
-        sizes = (f"{tier.num_blocks:,}", f"{tier.slot_bytes:,}", tier.save.value)
+        sizes = (f"{tier.num_blocks:,}", size(tier.slot_bytes), tier.save.value)
         blocks = f"{tier.blocks_per_prompt + tier.checkpoint_blocks:,}"
         rows.append((tier.kind.value, *sizes, blocks, f"{tier.prompts:,.2f}", f"{tier.prompt_tokens:,}"))
         for number, one in enumerate(tier.groups):
@@ -356,10 +363,15 @@ def _plain_tiers(tiers: Sequence[TierFigures]) -> dict[str, object]:
 def _variants(sizing: Sizing) -> str:
     from kvplane_plan.models.sizing import figures_by_layout
 
-    rows = [("DTYPE", "TP", "BYTES/TOKEN", "BLOCKS", "CONCURRENT", "UNIFORM")]
+    rows = [("DTYPE", "TP", "PER TOKEN", "BLOCKS", "CONCURRENT", "UNIFORM")]
     for options, figures in figures_by_layout(sizing):
         uniform = "-" if figures.uniform_concurrency is None else f"{figures.uniform_concurrency:.2f}"
-        counts = (f"{figures.bytes_per_token:,.0f}", f"{figures.num_blocks:,}", f"{figures.concurrency:.2f}", uniform)
+        counts = (
+            size(round(figures.bytes_per_token)),
+            f"{figures.num_blocks:,}",
+            f"{figures.concurrency:.2f}",
+            uniform,
+        )
         rows.append((options.cache_dtype, str(options.tensor_parallel), *counts))
     return columns(rows)
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvplane_tools.cli.options import ConfigFile, Listen, Settings, load_config, version_text
+from kvplane_tools.cli.options import TABLE, ConfigFile, Listen, Metrics, Output, Settings, load_config, version_text
+from kvplane_tools.cli.output import text_of
 
 if TYPE_CHECKING:
     from kvplane_service.process.app import App
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 def serve_command(
     config: ConfigFile = None,
     listen: Listen = None,
-    metrics: Annotated[str | None, typer.Option(help="host:port of the HTTP endpoint for Prometheus.")] = None,
+    metrics: Metrics = None,
     settings: Settings = None,
 ) -> None:
     """Run the service until SIGTERM or Ctrl-C, which drain it. A second signal stops it at once."""
@@ -66,12 +67,18 @@ def config_command(config: ConfigFile = None, listen: Listen = None, settings: S
     sys.stdout.write(load_config(config, listen, settings).as_yaml())
 
 
-def token_command(owner: Annotated[str, typer.Argument(help="Owner of the token, as named in auth_owners.")]) -> None:
+def token_command(
+    owner: Annotated[str, typer.Argument(help="Owner of the token, as named in auth_owners.")], output: Output = TABLE
+) -> None:
     """Create a bearer token. Prints the token for the client, then the line for the file auth_tokens."""
     from kvplane_service.auth.tokens import line_of, new_token
 
     token = new_token()
-    sys.stdout.write(f"{token}\n{line_of(token, owner)}\n")
+    line = line_of(token, owner)
+    labels = ("for the client, in its --token-file:\n", "for the service, in its auth_tokens:\n")
+    first, second = labels if sys.stdout.isatty() else ("", "")
+    text = f"{first}{token}\n{second}{line}"
+    print(text_of(lambda: {"token": token, "line": line}, output, table=lambda: text))
 
 
 def decode_command(

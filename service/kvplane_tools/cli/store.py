@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvplane_tools.cli.options import ConfigFile, Settings, load_config
+from kvplane_tools.cli.output import age, counted, size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,10 +51,11 @@ async def _inspect(console: Console, content: Content) -> None:
         chunks = 0
         async for page in content.store.load(record.log):
             chunks += len(page)
-        age_s = max(0.0, time.time() - record.written_ms / 1000)
+        age_ms = max(0, round(time.time() * 1000) - record.written_ms)
+        held = f"{counted(chunks, 'chunk')}, {size(await content.store.size_bytes(record.log))}"
         console.print(
             f"{record.name}: owner {record.owner}, epoch {record.epoch}, incarnation {record.incarnation:016x}, "
-            f"written {age_s:,.0f} s ago, {chunks:,} chunks, {await content.store.size_bytes(record.log):,} bytes",
+            f"written {age(age_ms)} ago, {held}",
             soft_wrap=True,
         )
 
@@ -62,7 +64,9 @@ async def _verify(console: Console, content: Content) -> None:
     for record in content.records:
         log = await _read(console, content.store, record)
         content.refused.update(why.value for why in log.refused.elements())
-        console.print(f"{record.name}: {len(log.chunks):,} chunks, {log.rows:,} entries, {log.num_bytes:,} bytes")
+        console.print(
+            f"{record.name}: {counted(len(log.chunks), 'chunk')}, {log.rows:,} entries, {size(log.num_bytes)}"
+        )
     if content.refused:
         _print_refused(console, content.refused)
         raise typer.Exit(_DAMAGED)

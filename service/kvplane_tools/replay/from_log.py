@@ -132,7 +132,7 @@ class _Replayed:
             if self.outcome.is_what_if:
                 raise InvalidArgument(
                     "the recording has an image of an engine, which fits only a pool of the recorded size",
-                    field="--blocks",
+                    field="--pool-blocks",
                     remedy="replay it with the recorded number of blocks",
                 )
             self.replica = loader.load_replica(self.replica.spec, life.state)

@@ -11,8 +11,8 @@ import typer
 
 from kvplane.base.errors import FailedPrecondition, InvalidArgument, Unavailable
 from kvplane_tools.cli.client import client_of, grpcurl_line
-from kvplane_tools.cli.options import DEFAULT_SERVICE, Grpcurl, Replica, Service
-from kvplane_tools.cli.output import word
+from kvplane_tools.cli.options import Grpcurl, Replica, Wait, duration
+from kvplane_tools.cli.output import counted, word
 from kvplane_tools.cli.query.prompt import Domain, Lora, Salt, Tokens, content_of
 
 if TYPE_CHECKING:
@@ -20,14 +20,9 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 Yes: TypeAlias = Annotated[bool, typer.Option("--yes", "-y", help="Do it without a question.")]
-Wait: TypeAlias = Annotated[
-    bool, typer.Option("--wait", help="If the engine runs no step now, wait for its next one, until Ctrl-C.")
-]
 
 
-def deregister_command(
-    replica: Replica, yes: Yes = False, service: Service = DEFAULT_SERVICE, grpcurl: Grpcurl = False
-) -> None:
+def deregister_command(replica: Replica, yes: Yes = False, grpcurl: Grpcurl = False) -> None:
     """Remove a replica: its session ends, and its keys and stored records are deleted.
 
     Of a replica that an engine uses, this needs the scope admin.
@@ -35,11 +30,14 @@ def deregister_command(
     from kvplane.unary import calls
 
     if grpcurl:
-        print(grpcurl_line(service, calls.deregister_replica(replica, None)))
+        print(grpcurl_line(calls.deregister_replica(replica, None)))
         return
-    with client_of(service) as client:
+    with client_of() as client:
         answer = client.describe_replica(replica)
-        lost = [f"{answer.running_requests} running requests lose their blocks", f"{_num_cached(answer)} keys"]
+        lost = [
+            f"{counted(answer.running_requests, 'running request')}, with the blocks",
+            counted(_num_cached(answer), "key"),
+        ]
         if answer.store.state > 1:
             lost.append("what the store has of them: the keys do not survive a restart of the engine")
         _confirm(f"deregister {_named(answer)}", lost, yes)
@@ -51,7 +49,6 @@ def reset_command(
     replica: Replica,
     yes: Yes = False,
     wait: Wait = False,
-    service: Service = DEFAULT_SERVICE,
     grpcurl: Grpcurl = False,
 ) -> None:
     """Remove all keys of a replica's prefix cache, if no request holds a block.
@@ -63,11 +60,11 @@ def reset_command(
     from kvplane.unary import calls
 
     if grpcurl:
-        print(grpcurl_line(service, calls.reset_prefix_cache(replica, At())))
+        print(grpcurl_line(calls.reset_prefix_cache(replica, At())))
         return
-    with client_of(service) as client:
+    with client_of() as client:
         answer = client.describe_replica(replica)
-        lost = [f"{_num_cached(answer)} keys: later prompts are computed again"]
+        lost = [f"{counted(_num_cached(answer), 'key')}: later prompts are computed again"]
         _confirm(f"reset the prefix cache of {_named(answer)}", lost, yes)
         if not _changed(partial(client.reset_prefix_cache, replica), wait).done:
             raise FailedPrecondition(
@@ -86,7 +83,6 @@ def evict_command(
     lora: Lora = "",
     yes: Yes = False,
     wait: Wait = False,
-    service: Service = DEFAULT_SERVICE,
     grpcurl: Grpcurl = False,
 ) -> None:
     """Remove the keys of blocks, or with --tokens of the blocks that a prompt hits. Requests keep their blocks.
@@ -99,7 +95,7 @@ def evict_command(
 
     if bool(blocks) == (tokens is not None):
         raise InvalidArgument("it is not clear what to evict", field="BLOCKS", remedy="give blocks, or --tokens")
-    with client_of(service) as client:
+    with client_of() as client:
         if tokens is not None:
             found = client.find_cache_hit(replica, content_of(tokens, domain, salt, lora), with_blocks=True)
             blocks = sorted({block for group in found.blocks for block in group.block_ids if block})
@@ -108,24 +104,23 @@ def evict_command(
                 return
         assert blocks is not None
         if grpcurl:
-            print(grpcurl_line(service, calls.evict_blocks(replica, blocks, At())))
+            print(grpcurl_line(calls.evict_blocks(replica, blocks, At())))
             return
         answer = client.describe_replica(replica)
-        lost = [f"the keys of {len(blocks)} blocks: later prompts do not hit them"]
+        lost = [f"the keys of {counted(len(blocks), 'block')}: later prompts do not hit them"]
         _confirm(f"evict from the prefix cache of {_named(answer)}", lost, yes)
         result = _changed(partial(client.evict_blocks, replica, blocks), wait).result
-    print(f"{replica}: {_num_dropped(result)} keys removed, in step {result.seq}")
+    print(f"{replica}: {counted(_num_dropped(result), 'key')} removed, in step {result.seq}")
 
 
 def prefetch_command(
     replica: Replica,
     tokens: Tokens = None,
-    within: Annotated[float, typer.Option(min=0, max=3600, help="Seconds in which it must end. 0 = any time.")] = 0.0,
+    within: Annotated[float, duration("--within", most=3600, text="Time in which it must end. 0 = any.")] = 0.0,
     domain: Domain = "",
     salt: Salt = "",
     lora: Lora = "",
     wait: Wait = False,
-    service: Service = DEFAULT_SERVICE,
     grpcurl: Grpcurl = False,
 ) -> None:
     """Copy what only the disk tier has of a prompt to the host tier, before a request with this prompt comes.
@@ -135,31 +130,28 @@ def prefetch_command(
     from kvplane.base.requests import At
     from kvplane.unary import calls
 
-    if tokens is None:
-        raise InvalidArgument("it is not clear what to prefetch", field="--tokens", remedy="give --tokens")
     content = content_of(tokens, domain, salt, lora)
     if grpcurl:
-        print(grpcurl_line(service, calls.prefetch(replica, content, within, At())))
+        print(grpcurl_line(calls.prefetch(replica, content, within, At())))
         return
-    with client_of(service) as client:
+    with client_of() as client:
         answer = _changed(partial(client.prefetch, replica, content, within_s=within), wait)
     how = ("", "all that the host lacked", "nothing: it would take too long", "a part: as much as there is room for")
     print(
-        f"{replica}: a hit of {answer.hit_tokens} tokens in device and tiers; {answer.copied_blocks} blocks are copied "
-        f"to the host ({how[answer.outcome]}), in step {answer.seq}"
+        f"{replica}: a hit of {answer.hit_tokens} tokens in device and tiers; "
+        f"{counted(answer.copied_blocks, 'block')} copied to the host ({how[answer.outcome]}), in step {answer.seq}"
     )
 
 
 def retain_command(
     replica: Replica,
     tokens: Tokens = None,
-    ttl: Annotated[float, typer.Option(min=0, max=604800, help="Seconds from now on. 0 = release it.")] = 3600.0,
+    ttl: Annotated[float, duration("--ttl", most=604_800, text="Time from now on. 0 = release it.")] = 3600.0,
     priority: Annotated[int, typer.Option(min=0, max=100, help="Lower ones are evicted first.")] = 0,
     domain: Domain = "",
     salt: Salt = "",
     lora: Lora = "",
     wait: Wait = False,
-    service: Service = DEFAULT_SERVICE,
     grpcurl: Grpcurl = False,
 ) -> None:
     """Retain the cached prefix of a prompt for a time: its blocks are evicted after all that are not retained.
@@ -170,21 +162,18 @@ def retain_command(
     from kvplane.base.requests import At
     from kvplane.unary import calls
 
-    if tokens is None:
-        raise InvalidArgument("it is not clear what to retain", field="--tokens", remedy="give --tokens")
     content = content_of(tokens, domain, salt, lora)
     if grpcurl:
-        print(grpcurl_line(service, calls.retain(replica, content, ttl, priority, At())))
+        print(grpcurl_line(calls.retain(replica, content, ttl, priority, At())))
         return
-    with client_of(service) as client:
+    with client_of() as client:
         answer = _changed(partial(client.retain, replica, content, ttl_s=ttl, priority=priority), wait)
+    left, tokens = counted(answer.left_blocks, "block"), counted(answer.retained_tokens, "token")
+    kept = f"{tokens}, {counted(answer.retained_blocks, 'block')}"
     if not ttl:
-        print(f"{replica}: released, in step {answer.seq}; {answer.left_blocks} blocks are left to retain")
+        print(f"{replica}: released, in step {answer.seq}; {left} left to retain")
         return
-    print(
-        f"{replica}: {answer.retained_tokens} tokens, {answer.retained_blocks} blocks are retained for {ttl:g} s, in "
-        f"step {answer.seq}; {answer.left_blocks} blocks are left to retain"
-    )
+    print(f"{replica}: {kept} retained for {ttl:g} s, in step {answer.seq}; {left} left to retain")
 
 
 def _changed(change: Callable[[], Answer], wait: bool) -> Answer:
@@ -201,7 +190,7 @@ def _changed(change: Callable[[], Answer], wait: bool) -> Answer:
 def _named(answer: DescribeReplicaResponse) -> str:
     from kvplane.v1.allocation_pb2 import ReplicaState
 
-    return f"{answer.replica} ({word(ReplicaState.Name(answer.state), 'REPLICA_STATE_')}, engine life {answer.epoch})"
+    return f"{answer.replica} ({word(ReplicaState.Name(answer.state), 'REPLICA_STATE_')}, epoch {answer.epoch})"
 
 
 def _num_cached(answer: DescribeReplicaResponse) -> int:

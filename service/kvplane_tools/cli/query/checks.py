@@ -18,11 +18,12 @@ from kvplane.base.hashing import native
 from kvplane.rpc.access import PLAIN, Access
 from kvplane.rpc.channel import open_channel
 from kvplane.sansio.retry import RetryPolicy
+from kvplane.unary.retrying import TIMEOUT_S
 from kvplane.v1.admin_pb2 import StatusResponse
 from kvplane.v1.allocation_pb2 import REPLICA_STATE_LAPSED, STORE_STATE_DEGRADED, DescribeReplicaResponse
 from kvplane_core.face import loader
 from kvplane_tools.cli.client import described
-from kvplane_tools.cli.output import tier_word
+from kvplane_tools.cli.output import counted, tier_word
 
 MAX_CLOCK_SKEW_MS = 1000
 _TIMEOUT_S = 5.0
@@ -44,10 +45,10 @@ class Finding:
     remedy: str = ""
 
 
-def examine(service: str, access: Access = PLAIN) -> list[Finding]:
+def examine(service: str, access: Access = PLAIN, timeout_s: float | None = None) -> list[Finding]:
     """Run all checks in order and return their findings. Raises Unavailable if the service cannot be reached."""
     channel = open_channel(service, access)
-    client = Client(channel, retry=RetryPolicy(attempts=1))
+    client = Client(channel, timeout_s=timeout_s or TIMEOUT_S, retry=RetryPolicy(attempts=1))
     try:
         sent_ms = time.time_ns() // 1_000_000
         status = client.status()
@@ -201,8 +202,8 @@ def _state(channel: grpc.Channel) -> Finding:
 
 
 def _loads(replicas: list[DescribeReplicaResponse]) -> Finding:
-    held = [f"{one.replica}: {one.busy_blocks} blocks" for one in replicas if one.busy_blocks]
-    seen = f"held for loads of earlier engine lives: {'; '.join(held)}" if held else "no block is held for an old load"
+    held = [f"{one.replica}: {counted(one.busy_blocks, 'block')}" for one in replicas if one.busy_blocks]
+    seen = f"held for loads of earlier epochs: {'; '.join(held)}" if held else "no block is held for an old load"
     remedy = "when the transfers have ended, the engine lists the blocks in loads_over (`kvplane describe REPLICA`)"
     return Finding("loads", not held, seen, remedy)
 
@@ -227,9 +228,9 @@ def _chunks(replicas: list[DescribeReplicaResponse]) -> Finding:
     hit the prompt at fewer positions.
     """
     small = [
-        f"{one.replica}: {one.counters.unaligned_chunks} chunks below its state block of {one.spec.align.block_size}"
+        f"{one.replica}: {counted(count, 'chunk')} below its state block of {one.spec.align.block_size}"
         for one in replicas
-        if one.counters.unaligned_chunks
+        if (count := one.counters.unaligned_chunks)
     ]
     seen = "; ".join(small) or "every step could hold a state block"
     remedy = "raise budget and caps to a state block (`kvplane describe REPLICA`), or set max_batched_tokens"
@@ -241,7 +242,7 @@ def _starved(replicas: list[DescribeReplicaResponse]) -> Finding:
     block (a block that holds one recurrent state) has.
     """
     waited = [
-        f"{one.replica}: {count} rows waited for {one.spec.align.block_size} tokens"
+        f"{one.replica}: {counted(count, 'row')} waited for {one.spec.align.block_size} tokens"
         for one in replicas
         if (count := one.refusals.get("starved", 0))
     ]
@@ -251,7 +252,11 @@ def _starved(replicas: list[DescribeReplicaResponse]) -> Finding:
 
 
 def _drafts(replicas: list[DescribeReplicaResponse]) -> Finding:
-    lost = [f"{one.replica}: {count} requests" for one in replicas if (count := one.preemptions.get("went_back", 0))]
+    lost = [
+        f"{one.replica}: {counted(count, 'request')}"
+        for one in replicas
+        if (count := one.preemptions.get("went_back", 0))
+    ]
     seen = f"set behind the state that they held: {'; '.join(lost)}" if lost else "no request lost its state"
     remedy = "set speculative_tokens to the engine's drafts (`kvplane describe REPLICA`), and reject no more than these"
     return Finding("drafts", not lost, seen, remedy)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvplane_tools.cli.client import client_of, grpcurl_line
-from kvplane_tools.cli.options import DEFAULT_SERVICE, TABLE, Grpcurl, Output, Service, Watch
+from kvplane_tools.cli.options import TABLE, Grpcurl, Log, Output, Watch
 from kvplane_tools.cli.output import columns, fields_of, repeat, text_of
 
 if TYPE_CHECKING:
@@ -20,8 +20,7 @@ _NONE = "no curve: nothing was looked up, or no group of layers keeps whole pref
 
 def mrc_command(
     replica: Annotated[str, typer.Argument(help="Name of the replica, or with --log a recording (kvplane record).")],
-    log: Annotated[bool, typer.Option("--log", help="Replay a recording instead of asking a service.")] = False,
-    service: Service = DEFAULT_SERVICE,
+    log: Log = False,
     output: Output = TABLE,
     watch: Watch = None,
     grpcurl: Grpcurl = False,
@@ -42,14 +41,14 @@ def mrc_command(
         print(_text(encode_curve(curve), wire.encode_spec(spec), output))
         return
     if grpcurl:
-        print(grpcurl_line(service, calls.describe_replica(replica)))
+        print(grpcurl_line(calls.describe_replica(replica)))
         return
 
     def one() -> None:
         answer = client.describe_replica(replica)
         print(_text(answer.miss_curve, answer.spec, output))
 
-    with client_of(service) as client:
+    with client_of() as client:
         repeat(watch, one)
 
 

@@ -9,7 +9,7 @@ import typer
 
 from kvplane.base.errors import InvalidArgument
 from kvplane_tools.cli.client import client_of, grpcurl_line
-from kvplane_tools.cli.options import DEFAULT_SERVICE, TABLE, Grpcurl, Output, Replica, Service
+from kvplane_tools.cli.options import TABLE, Grpcurl, Output, Replica, RequestName
 from kvplane_tools.cli.output import age, columns, show, word
 from kvplane_tools.cli.query.prompt import Domain, Lora, Salt, Tokens, content_of
 
@@ -28,12 +28,10 @@ _SENTENCES = {
     ),
     "dropped": "tokens {start}..{end} were cached, and their key was dropped{when}",
     "withdrawn": "tokens {start}..{end} were registered by a step that did not run; withdrawn{when}",
-    "unverified": "tokens {start}..{end} were cached in an earlier engine life; the stamps did not verify them{when}",
-    "without_stamps": "tokens {start}..{end} were cached until engine life {epoch} began without stamps{ago}",
+    "unverified": "tokens {start}..{end} were cached in an earlier epoch; the stamps did not verify them{when}",
+    "without_stamps": "tokens {start}..{end} were cached until epoch {epoch} began without stamps{ago}",
     "reset": "tokens {start}..{end} were cached until the cache was reset{when}",
-    "tentative": (
-        "tokens {start}..{end} were registered by step {seq} of engine life {epoch}, not yet reported as executed"
-    ),
+    "tentative": ("tokens {start}..{end} were registered by step {seq} of epoch {epoch}, not yet reported as executed"),
     "window_not_resident": "tokens {start}..{end} were computed, but no window ending at {wanted} is cached",
     "no_state_at_boundary": (
         "the prefix was computed, but no state is cached at token {end}: it was not retained, or no chunk ended there "
@@ -62,17 +60,18 @@ _SENTENCES = {
 
 def explain_command(
     replica: Replica,
-    request: Annotated[str, typer.Option(help="Name of a request: explains its latest attempt to be admitted.")] = "",
+    request: RequestName = "",
     block: Annotated[int, typer.Option(min=0, help="A block: shows the history of the keys that it has had.")] = 0,
     tokens: Tokens = None,
     domain: Domain = "",
     salt: Salt = "",
     lora: Lora = "",
-    service: Service = DEFAULT_SERVICE,
     output: Output = TABLE,
     grpcurl: Grpcurl = False,
 ) -> None:
-    """Explain the prefix-cache hit length of a prompt or of an admitted request, or what a block has had."""
+    """Explain the prefix-cache hit length of a prompt, or of a request at its latest attempt to be admitted, or what a
+    block has had. A request without a name is called as `kvplane requests` lists it: --request "slot 0".
+    """
     from kvplane.unary import calls
 
     if [bool(request), bool(block), tokens is not None].count(True) != 1:
@@ -82,9 +81,9 @@ def explain_command(
         )
     what = (request or block) if tokens is None else content_of(tokens, domain, salt, lora)
     if grpcurl:
-        print(grpcurl_line(service, calls.explain(replica, what)))
+        print(grpcurl_line(calls.explain(replica, what)))
         return
-    with client_of(service) as client:
+    with client_of() as client:
         answer = client.explain(replica, what)
     show(answer, output, table=lambda: "\n".join(_changes(answer) if block else _lines(answer)))
 
@@ -92,7 +91,7 @@ def explain_command(
 def _changes(answer: ExplainResponse) -> Iterator[str]:
     from kvplane.v1.admin_pb2 import MissCause
 
-    rows = [("AGE", "STEP", "LIFE", "BLOCK", "GROUP", "KEY", "CHANGE")]
+    rows = [("AGE", "STEP", "EPOCH", "BLOCK", "GROUP", "KEY", "CHANGE")]
     for one in answer.changes:
         by = f" by request {one.by!r}" if one.by else ""
         how = f"loaded from the {one.tier} tier{by}" if one.tier else f"computed{by}"
@@ -107,7 +106,7 @@ def _changes(answer: ExplainResponse) -> Iterator[str]:
 def _lines(answer: ExplainResponse) -> Iterator[str]:
     from kvplane.v1.replica_pb2 import GroupKind
 
-    attempt = f" in step {answer.admit_seq} of engine life {answer.admit_epoch}" if answer.admit_seq else ""
+    attempt = f" in step {answer.admit_seq} of epoch {answer.admit_epoch}" if answer.admit_seq else ""
     yield f"{answer.hit_tokens} of {answer.num_tokens} tokens hit{attempt}; longest possible hit: {answer.longest_hit}"
     rows = [("GROUP", "KIND", "HIT ALONE", "")]
     for group in answer.groups:
@@ -125,8 +124,7 @@ def sentence(answer: ExplainResponse) -> str:
     from kvplane.v1.admin_pb2 import MissCause
 
     cause = word(MissCause.Name(answer.cause), "MISS_CAUSE_")
-    life = f"engine life {answer.epoch}"
-    moment = f"in step {answer.seq} of {life}" if answer.seq else f"when {life} began"
+    moment = f"in step {answer.seq} of epoch {answer.epoch}" if answer.seq else f"when epoch {answer.epoch} began"
     return _SENTENCES[cause].format(
         start=answer.start,
         end=answer.end,

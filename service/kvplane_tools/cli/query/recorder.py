@@ -19,7 +19,7 @@ from kvplane.rpc.status import RpcOutcome, error_of_rpc
 from kvplane.v1.admin_pb2 import RecordRequest, RecordResponse
 from kvplane.v1.admin_pb2_grpc import AdminStub
 from kvplane_service.decisions.recording import MAGIC, write_frame
-from kvplane_tools.cli.options import given_access
+from kvplane_tools.cli.options import given
 
 _RETRY_S = 1.0
 
@@ -35,7 +35,7 @@ def record(service: str, request: RecordRequest, path: Path, decisions: int | No
             file is created.
     """
     count = 0
-    channel = open_channel(service, given_access())
+    channel = open_channel(service, given().access())
     with channel, contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):
         file = None
         for message in _messages(channel, request):
@@ -66,7 +66,7 @@ class Rotation:
         """Record until the replica is deregistered, or Ctrl-C is pressed. Raises as `record`, except for a service that
         is away for a while.
         """
-        with open_channel(self._service, given_access()) as channel, contextlib.suppress(KeyboardInterrupt):
+        with open_channel(self._service, given().access()) as channel, contextlib.suppress(KeyboardInterrupt):
             while True:
                 try:
                     self._record(channel)

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvplane_tools.cli.client import address_remedy, client_of, grpcurl_line
-from kvplane_tools.cli.options import DEFAULT_SERVICE, TABLE, Format, Grpcurl, Output, Replica, Service, Shape, Watch
+from kvplane_tools.cli.client import client_of, grpcurl_line, remedies
+from kvplane_tools.cli.options import TABLE, Format, Grpcurl, Output, Replica, Shape, Watch, given, size_of
 from kvplane_tools.cli.output import (
     age,
     by_reason,
     columns,
+    counted,
     repeat,
     retained_line,
     show,
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
 def describe_command(
     replica: Replica,
-    service: Service = DEFAULT_SERVICE,
     output: Output = TABLE,
     watch: Watch = None,
     grpcurl: Grpcurl = False,
@@ -43,14 +43,14 @@ def describe_command(
     from kvplane.unary import calls
 
     if grpcurl:
-        print(grpcurl_line(service, calls.describe_replica(replica)))
+        print(grpcurl_line(calls.describe_replica(replica)))
         return
 
     def one() -> None:
         answer = client.describe_replica(replica)
         show(answer, output, table=lambda: "\n".join(_description(answer)), name=lambda: answer.replica)
 
-    with client_of(service) as client:
+    with client_of() as client:
         repeat(watch, one)
 
 
@@ -62,12 +62,13 @@ def _description(answer: DescribeReplicaResponse) -> Iterator[str]:
     state = word(ReplicaState.Name(answer.state), "REPLICA_STATE_")
     executed = f"executed through {answer.executed_through}"
     yield f"{answer.replica}: {state}, epoch {answer.epoch}, step {answer.seq} ({executed})"
-    yield f"pool: {usable - answer.free_blocks} of {usable} blocks held by {answer.running_requests} running requests"
+    running = counted(answer.running_requests, "running request")
+    yield f"pool: {usable - answer.free_blocks:,} of {counted(usable, 'block')} held by {running}"
     if answer.spec.eviction > EvictionPolicy.EVICTION_POLICY_LRU:
         hints = f", hints below {answer.spec.hint_values}" if answer.spec.hint_values else ""
         yield f"eviction: {word(EvictionPolicy.Name(answer.spec.eviction), 'EVICTION_POLICY_')}{hints}"
     if answer.busy_blocks:
-        yield f"      {answer.busy_blocks} of them under loads of earlier engine lives"
+        yield f"      {answer.busy_blocks} of them under loads of earlier epochs"
     share = counters.hit_tokens / counters.queried_tokens if counters.queried_tokens else 0.0
     if answer.spec.blocks_per_state > 1:
         yield f"slack: {slack_line(answer)}"
@@ -109,15 +110,17 @@ def _causes(answer: DescribeReplicaResponse) -> Iterator[str]:
         if answer.preemptions.get(reason):
             yield f"  {reason.replace('_', ' ')}: {cause}"
     if answer.counters.unaligned_chunks:
-        yield f"unaligned: {answer.counters.unaligned_chunks} chunks ended inside a state block: see kvplane doctor"
+        chunks = counted(answer.counters.unaligned_chunks, "chunk")
+        yield f"unaligned: {chunks} ended inside a state block: see kvplane doctor"
     if answer.refusals.get("starved"):
-        yield f"starved: {answer.refusals['starved']} rows waited for room for a state block: see kvplane doctor"
+        rows = counted(answer.refusals["starved"], "row")
+        yield f"starved: {rows} waited for room for a state block: see kvplane doctor"
 
 
 def _mirror(mirror: MirrorStatus) -> Iterator[str]:
-    counts = f"{mirror.images} images, {mirror.divergences} divergences"
+    counts = f"{counted(mirror.images, 'image')}, {counted(mirror.divergences, 'divergence')}"
     hidden = f", hidden: {mirror.hidden}" if mirror.hidden else ""
-    yield f"mirror: {mirror.lag_steps} steps behind its engine, {mirror.lag_ms} ms old, {counts}{hidden}"
+    yield f"mirror: {counted(mirror.lag_steps, 'step')} behind its engine, {mirror.lag_ms} ms old, {counts}{hidden}"
     if mirror.diverged:
         yield f"  last divergence: {mirror.diverged} (step {mirror.diverged_seq}): see kvplane record --divergence"
 
@@ -129,7 +132,7 @@ def _store(store: StoreStatus) -> Iterator[str]:
         yield "none"
         return
     yield store_word(store)
-    yield f"{store.lag_entries} changes pending"
+    yield f"{counted(store.lag_entries, 'change')} pending"
     if store.loaded_entries:
         yield f"{store.recovered_entries} of {store.loaded_entries} stored entries verified by the stamp table"
     if any(store.refused_chunks.values()):
@@ -188,7 +191,7 @@ def _workers(answer: DescribeReplicaResponse) -> str:
     from kvplane.v1.plan_pb2 import WorkerState
 
     if not answer.workers:
-        return f"workers: none for {answer.num_ranks} ranks"
+        return f"workers: none for {counted(answer.num_ranks, 'rank')}"
     rows = [("RANK", "WORKER", "DEVICE", "PROCESS", "INCARNATION", "EPOCH", "ADDRESS")]
     for one in answer.workers:
         state = word(WorkerState.Name(one.state), "WORKER_STATE_")
@@ -210,7 +213,7 @@ def events_command(
     after: Annotated[
         int, typer.Option(min=0, help="Start after this batch. 0 = at the oldest one that is retained.")
     ] = 0,
-    service: Service = DEFAULT_SERVICE,
+    tail: Annotated[int | None, typer.Option(min=0, help="Start with the last batches, this number of them.")] = None,
     output: Output = TABLE,
     grpcurl: Grpcurl = False,
 ) -> None:
@@ -221,12 +224,13 @@ def events_command(
     """
     from kvplane.unary import calls
 
-    with client_of(service, with_retries=follow) as client:
+    with client_of(with_retries=follow) as client:
         if grpcurl:
             request = calls.subscription(replica, after)
-            print(grpcurl_line(service, calls.Call("/kvplane.v1.Events/Subscribe", request, type(request))))
+            print(grpcurl_line(calls.Call("/kvplane.v1.Events/Subscribe", request, type(request))))
             return
         last = client.describe_replica(replica).event_seq
+        after = after if tail is None else max(after, last - tail)
         if not follow and after == last:
             return
         for batch in client.subscribe(replica, after):
@@ -287,10 +291,9 @@ def record_command(
         bool, typer.Option("--divergence", help="Of a mirror: up to the step that last differed from its engine.")
     ] = False,
     rotate: Annotated[
-        str, typer.Option(help="Size such as 100MB: begin a new file FILE.1, FILE.2, ... after this size of decisions.")
-    ] = "",
+        int | None, size_of("--rotate", "Begin a new file FILE.1, FILE.2, ... after this size, such as 100MB.")
+    ] = None,
     keep: Annotated[int, typer.Option(min=1, help="With --rotate: number of files that are kept.")] = 10,
-    service: Service = DEFAULT_SERVICE,
 ) -> None:
     """Record every decision of a replica, for `kvplane replay --log`: since its registration, or from now on.
 
@@ -307,10 +310,9 @@ def record_command(
     if rotate:
         if decisions or divergence or from_now:
             raise InvalidArgument("it has no other options than --keep", field="--rotate", remedy="leave them out")
-        from kvplane_plan.models.sizing import parse_bytes
 
-        Rotation(service, replica, file, parse_bytes(rotate, "--rotate"), keep).run()
+        Rotation(given().address, replica, file, rotate, keep).run()
         return
-    with address_remedy():
-        count = record(service, request, file, decisions)
-    print(f"{count:,} decisions of {replica} in {file}")
+    with remedies():
+        count = record(given().address, request, file, decisions)
+    print(f"{counted(count, 'decision')} of {replica} in {file}")

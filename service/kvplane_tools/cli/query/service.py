@@ -4,44 +4,43 @@ from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from kvplane.base.errors import InvalidArgument, Unavailable
-from kvplane_tools.cli.client import address_remedy, client_of, described, grpcurl_line
-from kvplane_tools.cli.options import DEFAULT_SERVICE, FAILED, TABLE, Grpcurl, Output, Service, Watch, given_access
+from kvplane_tools.cli.client import client_of, described, grpcurl_line, remedies
+from kvplane_tools.cli.options import FAILED, TABLE, Format, Grpcurl, Once, Output, Svg, Wait, Watch, duration, given
 from kvplane_tools.cli.output import age, columns, repeat, show, store_word, text_of, word
 
 if TYPE_CHECKING:
     from kvplane import Client
     from kvplane.v1.admin_pb2 import StatusResponse
-    from kvplane.v1.allocation_pb2 import DescribeReplicaResponse, ListReplicasResponse, ReplicaSummary
+    from kvplane.v1.allocation_pb2 import DescribeReplicaResponse, ReplicaSummary
     from kvplane_tools.cli.query.checks import Finding
 
 _PAGE = 1000
+MAX_DESCRIBED = 100  # replicas, in a table without -o wide
 _ALL = 1 << 30
 _PIPE_COLUMNS = 200
 _POLL_S = 0.2
 _HEALTH_TIMEOUT_S = 5.0
 
 
-def status_command(
-    service: Service = DEFAULT_SERVICE, output: Output = TABLE, watch: Watch = None, grpcurl: Grpcurl = False
-) -> None:
+def status_command(output: Output = TABLE, watch: Watch = None, grpcurl: Grpcurl = False) -> None:
     """Show version, uptime, replicas and telemetry endpoints of a service."""
     from kvplane.unary import calls
 
     if grpcurl:
-        print(grpcurl_line(service, calls.status()))
+        print(grpcurl_line(calls.status()))
         return
 
     def one() -> None:
         answer = client.status()
-        show(answer, output, table=lambda: _status_table(service, answer))
+        show(answer, output, table=lambda: _status_table(given().address, answer))
 
-    with client_of(service) as client:
+    with client_of() as client:
         repeat(watch, one)
 
 
@@ -64,15 +63,13 @@ def _status_table(service: str, answer: StatusResponse) -> str:
     )
 
 
-def replicas_command(
-    service: Service = DEFAULT_SERVICE, output: Output = TABLE, watch: Watch = None, grpcurl: Grpcurl = False
-) -> None:
-    """List the replicas of a service with their session states and the use of their pools."""
+def replicas_command(output: Output = TABLE, watch: Watch = None, grpcurl: Grpcurl = False) -> None:
+    """List the replicas of a service with their session states, running requests, hits and the use of their pools."""
     from kvplane.unary import calls
     from kvplane.v1.allocation_pb2 import ListReplicasResponse
 
     if grpcurl:
-        print(grpcurl_line(service, calls.list_replicas(_PAGE, "")))
+        print(grpcurl_line(calls.list_replicas(_PAGE, "")))
         return
 
     def one() -> None:
@@ -80,46 +77,56 @@ def replicas_command(
         show(
             answer,
             output,
-            table=lambda: columns([_HEADINGS, *map(_row, answer.replicas)]),
-            wide=lambda: _wide_table(client, answer),
+            table=lambda: _table(client, answer.replicas, is_wide=False),
+            wide=lambda: _table(client, answer.replicas, is_wide=True),
             name=lambda: "\n".join(one.replica for one in answer.replicas),
         )
 
-    with client_of(service) as client:
+    with client_of() as client:
         repeat(watch, one)
 
 
-_HEADINGS = ("REPLICA", "STATE", "EPOCH", "BLOCKS", "FREE", "HELD")
+_HEADINGS = ("REPLICA", "STATE", "RUNNING", "HIT", "BLOCKS", "FREE", "HELD")
+_MORE = ("PREEMPTED", "WORKERS", "STORE", "EPOCH")
 
 
-def _row(one: ReplicaSummary | DescribeReplicaResponse, num_blocks: int = 0) -> tuple[str, ...]:
-    from kvplane.v1.allocation_pb2 import ReplicaState, ReplicaSummary
-
-    num_blocks = one.num_blocks if isinstance(one, ReplicaSummary) else num_blocks
-    state = word(ReplicaState.Name(one.state), "REPLICA_STATE_")
-    held = f"{1 - one.free_blocks / max(1, num_blocks - 1):.0%}"
-    return one.replica, state, str(one.epoch), str(num_blocks), str(one.free_blocks), held
-
-
-def _wide_table(client: Client, answer: ListReplicasResponse) -> str:
-    """Return the table with what DescribeReplica adds, which takes a call for each replica."""
-    rows: list[tuple[str, ...]] = [(*_HEADINGS, "RUNNING", "HIT", "PREEMPTED", "WORKERS", "STORE")]
-    for one in described(client, answer.replicas):
-        counters = one.counters
-        hit = f"{counters.hit_tokens / counters.queried_tokens:.0%}" if counters.queried_tokens else "-"
-        workers = f"{len(one.workers)} of {one.num_ranks}"
-        more = (str(one.running_requests), hit, str(counters.preempted), workers, store_word(one.store))
-        rows.append((*_row(one, one.spec.num_blocks), *more))
+def _table(client: Client, replicas: Sequence[ReplicaSummary], is_wide: bool) -> str:
+    """Return the table with what DescribeReplica adds, which takes a call for each replica: without -o wide for the
+    first MAX_DESCRIBED only.
+    """
+    rows: list[tuple[str, ...]] = [_HEADINGS + (_MORE if is_wide else ())]
+    for number, one in enumerate(replicas):
+        details = next(described(client, [one]), None) if is_wide or number < MAX_DESCRIBED else None
+        rows.append(_row(one, details) + (_more(one, details) if is_wide else ()))
     return columns(rows)
 
 
+def _row(one: ReplicaSummary, details: DescribeReplicaResponse | None) -> tuple[str, ...]:
+    from kvplane.v1.allocation_pb2 import ReplicaState
+
+    usable, running, hit = one.num_blocks - 1, "-", "-"
+    if details is not None:
+        running, counters = f"{details.running_requests:,}", details.counters
+        hit = f"{counters.hit_tokens / counters.queried_tokens:.0%}" if counters.queried_tokens else "-"
+    held = f"{1 - one.free_blocks / max(1, usable):.0%}"
+    state = word(ReplicaState.Name(one.state), "REPLICA_STATE_")
+    return one.replica, state, running, hit, f"{usable:,}", f"{one.free_blocks:,}", held
+
+
+def _more(one: ReplicaSummary, details: DescribeReplicaResponse | None) -> tuple[str, ...]:
+    if details is None:  # it was deregistered since it was listed
+        return "-", "-", "-", str(one.epoch)
+    workers = f"{len(details.workers)} of {details.num_ranks}"
+    return f"{details.counters.preempted:,}", workers, store_word(details.store), str(one.epoch)
+
+
 def top_command(
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between refreshes.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print the table and exit.")] = False,
+    interval: Annotated[float, duration("--interval", least=0.1, text="Time between refreshes.")] = 1.0,
+    once: Once = False,
     sort: Annotated[str, typer.Option(help="Column to sort by, such as held; -held: smallest first.")] = "replica",
     wanted: Annotated[str, typer.Option("--filter", help="Show replicas with this text in name or state.")] = "",
-    svg: Annotated[Path | None, typer.Option(hidden=True, help="Write a screenshot and exit.")] = None,
-    service: Service = DEFAULT_SERVICE,
+    svg: Svg = None,
+    output: Output = TABLE,
 ) -> None:
     """Watch the replicas of a service as a table: pools, hits, steps, preemptions, refusals.
 
@@ -129,14 +136,19 @@ def top_command(
     from kvplane_tools.cli.views.fleet import order_of
 
     order = order_of(sort, wanted)
-    with client_of(service) as client:
+    with client_of() as client:
         if once:
             from rich.console import Console
 
-            from kvplane_tools.cli.views.fleet import Fleet, fleet_table
+            from kvplane_tools.cli.views.fleet import Fleet, fleet_table, names_of, plain_rows
 
             rows = Fleet(client).sample(time.monotonic(), most=_ALL)
-            Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS).print(fleet_table(order, rows))
+            if output.format in (Format.TABLE, Format.WIDE):
+                Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS).print(fleet_table(order, rows))
+            else:
+                print(
+                    text_of(lambda: {"replicas": plain_rows(order, rows)}, output, name=lambda: names_of(order, rows))
+                )
             return
         from kvplane_tools.cli.views.top_app import Top
 
@@ -144,11 +156,11 @@ def top_command(
         if svg is None and not (sys.stdin.isatty() and sys.stdout.isatty()):
             remedy = "give --once, which prints the table"
             raise InvalidArgument("there is no terminal to draw on", field="kvplane top", remedy=remedy)
-        app = Top(client, service, interval, order)
+        app = Top(client, given().address, interval, order)
         app.run() if svg is None else app.save_picture(svg)
 
 
-def doctor_command(service: Service = DEFAULT_SERVICE, output: Output = TABLE) -> None:
+def doctor_command(output: Output = TABLE) -> None:
     """Check a service for common problems and print remedies. Exits 1 if any are found.
 
     Checks health, reflection, versions, clocks, lapsed replicas, ranks without a worker, workers of another epoch, the
@@ -158,8 +170,8 @@ def doctor_command(service: Service = DEFAULT_SERVICE, output: Output = TABLE) -
 
     from kvplane_tools.cli.query.checks import examine
 
-    with address_remedy():
-        findings = examine(service, given_access())
+    with remedies():
+        findings = examine(given().address, given().access(), given().request_timeout)
     print(text_of(lambda: [asdict(one) for one in findings], output, table=lambda: _finding_table(findings)))
     raise typer.Exit(0 if all(one.is_well for one in findings) else FAILED)
 
@@ -187,7 +199,8 @@ def health_command(
     with open_channel(address) as channel:
         try:
             request = health_pb2.HealthCheckRequest(service=name)
-            status = health_pb2_grpc.HealthStub(channel).Check(request, timeout=_HEALTH_TIMEOUT_S).status
+            timeout_s = given().request_timeout or _HEALTH_TIMEOUT_S
+            status = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s).status
         except grpc.RpcError as outcome:
             raise error_of_rpc(cast(RpcOutcome, outcome)) from None
     print(health_pb2.HealthCheckResponse.ServingStatus.Name(status).lower())
@@ -195,26 +208,25 @@ def health_command(
 
 
 def drain_command(
-    wait: Annotated[bool, typer.Option("--wait", help="Wait until the service has exited.")] = False,
-    service: Service = DEFAULT_SERVICE,
+    wait: Wait = False,
     grpcurl: Grpcurl = False,
 ) -> None:
     """Drain a service: it refuses new sessions, waits until open sessions are closed, then exits. Same as SIGTERM."""
     from kvplane.unary import calls
 
     if grpcurl:
-        print(grpcurl_line(service, calls.drain()))
+        print(grpcurl_line(calls.drain()))
         return
-    with client_of(service) as client:
+    with client_of() as client:
         client.drain()
-        print(f"{service}: draining", flush=True)
+        print(f"{given().address}: draining", flush=True)
     if wait:
-        _wait_for_exit(service)
-        print(f"{service}: exited")
+        _wait_for_exit()
+        print(f"{given().address}: exited")
 
 
-def _wait_for_exit(service: str) -> None:
-    with client_of(service) as client:
+def _wait_for_exit() -> None:
+    with client_of() as client:
         while True:
             try:
                 client.status()

@@ -8,8 +8,8 @@ import typer
 
 from kvplane.base.errors import FailedPrecondition, InvalidArgument, NotFound
 from kvplane_tools.cli.client import client_of, grpcurl_line
-from kvplane_tools.cli.options import DEFAULT_SERVICE, TABLE, Grpcurl, Output, Replica, Service, Watch
-from kvplane_tools.cli.output import columns, fields_of, repeat, request_state, show, text_of
+from kvplane_tools.cli.options import TABLE, Grpcurl, Limit, Output, Replica, RequestName, Watch
+from kvplane_tools.cli.output import columns, counted, fields_of, repeat, request_state, show, text_of
 from kvplane_tools.cli.query.prompt import Domain, Lora, Salt, Tokens, content_of
 
 if TYPE_CHECKING:
@@ -17,14 +17,16 @@ if TYPE_CHECKING:
     from kvplane.v1.admin_pb2 import ListRequestsResponse
 
 
+_LISTED = 100  # requests by default
+
+
 def lookup_command(
     replica: Annotated[str, typer.Argument(help="Name of the replica. Default: all replicas.")] = "",
-    request: Annotated[str, typer.Option(help="Name of a request of the replica.")] = "",
+    request: RequestName = "",
     tokens: Tokens = None,
     domain: Domain = "",
     salt: Salt = "",
     lora: Lora = "",
-    service: Service = DEFAULT_SERVICE,
     output: Output = TABLE,
     watch: Watch = None,
     grpcurl: Grpcurl = False,
@@ -41,7 +43,7 @@ def lookup_command(
         raise InvalidArgument("it is not clear what to look up", field="--tokens", remedy=remedy)
     what = request if tokens is None else content_of(tokens, domain, salt, lora)
     if grpcurl:
-        print(grpcurl_line(service, calls.find_cache_hit(replica or "REPLICA", what, False)))
+        print(grpcurl_line(calls.find_cache_hit(replica or "REPLICA", what, False)))
         return
 
     def one() -> None:
@@ -53,7 +55,7 @@ def lookup_command(
         names_text = "\n".join(hit["replica"] for hit in hits if hit["hit_tokens"])
         print(text_of(lambda: {"hits": hits}, output, table=lambda: columns(table), name=lambda: names_text))
 
-    with client_of(service) as client:
+    with client_of() as client:
         repeat(watch, one)
 
 
@@ -74,8 +76,7 @@ def _hit_row(hit: dict[str, Any]) -> tuple[str, ...]:
 
 def requests_command(
     replica: Replica,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="Most requests that are listed.")] = 100,
-    service: Service = DEFAULT_SERVICE,
+    limit: Limit = None,
     output: Output = TABLE,
     watch: Watch = None,
     grpcurl: Grpcurl = False,
@@ -87,11 +88,11 @@ def requests_command(
     from kvplane.unary import calls
 
     if grpcurl:
-        print(grpcurl_line(service, calls.list_requests(replica, limit)))
+        print(grpcurl_line(calls.list_requests(replica, limit or _LISTED)))
         return
 
     def one() -> None:
-        answer = client.list_requests(replica, limit)
+        answer = client.list_requests(replica, limit or _LISTED)
         show(
             answer,
             output,
@@ -100,7 +101,7 @@ def requests_command(
             name=lambda: "\n".join(request.request_id for request in answer.requests if request.request_id),
         )
 
-    with client_of(service) as client:
+    with client_of() as client:
         repeat(watch, one)
 
 
@@ -118,7 +119,6 @@ def _request_table(answer: ListRequestsResponse, by_group: bool) -> str:
 def snapshot_command(
     replica: Replica,
     full: Annotated[bool, typer.Option("--full", help="With keys, free blocks and block tables (-o json).")] = False,
-    service: Service = DEFAULT_SERVICE,
     output: Output = TABLE,
     grpcurl: Grpcurl = False,
 ) -> None:
@@ -129,15 +129,15 @@ def snapshot_command(
     from kvplane.unary import calls
 
     if grpcurl:
-        print(grpcurl_line(service, calls.snapshot(replica, not full)))
+        print(grpcurl_line(calls.snapshot(replica, not full)))
         return
-    with client_of(service) as client:
+    with client_of() as client:
         answer = client.snapshot(replica, summary=not full)
 
     def table() -> str:
         free, used = answer.num_free_blocks, f"{answer.usage:.1%}"
-        text = f"{replica}: every invariant holds; {answer.distinct_keys} keys, {free} free blocks, {used} in use"
-        return f"{text}\ndigest: {answer.digest}"
+        counts = f"{counted(answer.distinct_keys, 'key')}, {counted(free, 'free block')}"
+        return f"{replica}: every invariant holds; {counts}, {used} in use\ndigest: {answer.digest}"
 
     print(text_of(lambda: _state_of(answer, full), output, table=table))
 

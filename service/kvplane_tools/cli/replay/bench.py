@@ -15,7 +15,7 @@ import typer
 
 from kvplane.base.errors import InvalidArgument, NotFound
 from kvplane_tools.cli.client import client_of
-from kvplane_tools.cli.options import DEFAULT_SERVICE, TABLE, Output, Service
+from kvplane_tools.cli.options import POOL_BLOCKS, TABLE, ModelName, Output, Plot, PoolBlocks, duration, given
 from kvplane_tools.cli.output import columns, text_of
 
 if TYPE_CHECKING:
@@ -66,14 +66,15 @@ def bench_command(
     requests: Annotated[
         str, typer.Option(help="Numbers of requests that run at a time, separated by commas; one after the other.")
     ] = "1,8,64",
-    model: Annotated[str, typer.Option(help="Model of the service's catalogue.")] = "llama-3.1-8b",
-    blocks: Annotated[int, typer.Option(min=2, help="Blocks of the pool.")] = 16_384,
+    model: ModelName = "llama-3.1-8b",
+    pool_blocks: PoolBlocks = None,
     prompt: Annotated[int, typer.Option(min=1, help="Prompt tokens of a request.")] = 1024,
     output_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of a request.")] = 128,
     shared: Annotated[float, typer.Option(min=0, max=1, help="Share of the prompt that all have in common.")] = 0.5,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Seconds for each number of requests.")] = 5.0,
-    plot: Annotated[Path | None, typer.Option(help="Also plot to this .png, .svg or .pdf file.")] = None,
-    service: Service = DEFAULT_SERVICE,
+    time_of_each: Annotated[
+        float, duration("--duration", least=0.1, text="Time for each number of requests, such as 10s.")
+    ] = 5.0,
+    plot: Plot = None,
     output: Output = TABLE,
 ) -> None:
     """Put load on a running service, and print how long an engine waits for a step.
@@ -87,11 +88,11 @@ def bench_command(
     numbers = _numbers(requests)
     if plot is not None:
         plots.check_path(plot)
-    load = Load(model, blocks, prompt, output_tokens, shared, seconds)
-    with client_of(service) as client:
+    load = Load(model, pool_blocks or POOL_BLOCKS, prompt, output_tokens, shared, time_of_each)
+    with client_of() as client:
         figures = [_measure(client, load, number) for number in numbers]
     if plot is not None:
-        _plot(f"{model} at {service}", figures, plot)
+        _plot(f"{model} at {given().address}", figures, plot)
     print(text_of(lambda: {"loads": [asdict(one) for one in figures]}, output, table=lambda: _table(figures)))
 
 

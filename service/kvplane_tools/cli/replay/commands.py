@@ -11,26 +11,39 @@ import typer
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import EvictionPolicy, SavePolicy, TierKind, TierSpec
-from kvplane_tools.cli.options import SERVICE_VARIABLE
+from kvplane_tools.cli.options import (
+    POOL_BLOCKS,
+    TABLE,
+    DiskSave,
+    Format,
+    HostSave,
+    Limit,
+    Log,
+    ModelName,
+    Once,
+    Output,
+    PoolBlocks,
+    Ranks,
+    Shape,
+    Svg,
+    duration,
+    given,
+)
 from kvplane_tools.replay.plan import CostModel, EngineConfig, Routing, RunPlan
 
-_POOL_BLOCKS = 65_536
 _EVICTION = typer.Option(help="Eviction: lru, window_tail, turn_tail or hazard. Default: as the service is configured.")
 _CHECKPOINTS = typer.Option(min=0, max=100, help="Windows and states kept inside prompts, in percent of the rest.")
-_SAVE = "When the host tier saves a block: behind (before its eviction), through (when computed), reuse (second use)."
 
 
 def replay_command(
     file: Annotated[
-        Path, typer.Argument(help="Mooncake or Weka trace (.jsonl, .jsonl.gz, .jsonl.zst), or with --log a recording.")
+        Path, typer.Argument(help="Mooncake or Weka trace (.jsonl, .jsonl.gz, .jsonl.zst), or a recording.")
     ],
-    log: Annotated[bool, typer.Option("--log", help="FILE is a recording of decisions (kvplane record).")] = False,
-    model: Annotated[str, typer.Option(help="Model of the service's catalogue.")] = "llama-3.1-70b",
-    tensor_parallel: Annotated[int, typer.Option(min=1, help="Ranks of a replica.")] = 1,
+    log: Log = False,
+    model: ModelName = "llama-3.1-70b",
+    tensor_parallel: Ranks = 1,
     replicas: Annotated[int, typer.Option(min=1, help="Number of equal replicas, each with its own engine.")] = 1,
-    pool_blocks: Annotated[
-        int | None, typer.Option(min=2, help="Blocks of each pool. Default: 65,536, or with --log as recorded.")
-    ] = None,
+    pool_blocks: PoolBlocks = None,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens per attention block.")] = 16,
     prefix_match_unit: Annotated[
         int, typer.Option(min=0, help="Prefix hits are multiples of this number of tokens. 0 = the most possible.")
@@ -38,33 +51,28 @@ def replay_command(
     eviction: Annotated[EvictionPolicy | None, _EVICTION] = None,
     host_blocks: Annotated[int, typer.Option(min=0, help="Slots of a host tier for what leaves the pool.")] = 0,
     disk_blocks: Annotated[int, typer.Option(min=0, help="Slots of a disk tier behind it.")] = 0,
-    host_save: Annotated[SavePolicy, typer.Option(help=_SAVE)] = SavePolicy.BEHIND,
+    host_save: HostSave = SavePolicy.BEHIND,
     host_checkpoints: Annotated[int, _CHECKPOINTS] = 0,
-    disk_save: Annotated[SavePolicy, typer.Option(help="The same for the disk tier.")] = SavePolicy.BEHIND,
+    disk_save: DiskSave = SavePolicy.BEHIND,
     mover_steps: Annotated[int, typer.Option(min=1, help="Steps after which the movers of tiers end a job.")] = 2,
     max_model_len: Annotated[int, typer.Option(min=1, help="Longest request in tokens, prompt and output.")] = 131_072,
-    limit: Annotated[int | None, typer.Option(min=1, help="Stop after this number of requests.")] = None,
+    limit: Limit = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests that run concurrently.")] = 256,
     one_at_a_time: Annotated[bool, typer.Option(help="Run one request at a time.")] = False,
     token_budget: Annotated[int, typer.Option(min=1, help="Tokens of one step.")] = 8192,
     max_output: Annotated[int, typer.Option(min=1, help="Cut outputs to this number of tokens.")] = 1 << 30,
     routing: Annotated[Routing, typer.Option(help="sticky: by session; round-robin: in rotation.")] = Routing.STICKY,
     prefill_tokens_per_second: Annotated[int, typer.Option(min=1, help="Cost model: prefill rate.")] = 20_000,
-    decode_step_us: Annotated[int, typer.Option(min=0, help="Cost model: microseconds of a decode step.")] = 20_000,
-    service: Annotated[
-        str,
-        typer.Option(
-            envvar=SERVICE_VARIABLE,
-            show_envvar=False,
-            help=f"Address of a running service. Default: start one for the replay. (env: {SERVICE_VARIABLE})",
-        ),
-    ] = "",
-    address: Annotated[str, typer.Option(hidden=True, help="Former name of --service.")] = "",
+    decode_step: Annotated[
+        float, duration("--decode-step", unit="us", most=1e9, text="Cost model: time of a decode step, such as 20ms.")
+    ] = 20_000,
     events: Annotated[bool, typer.Option(help="Count evictions in the engine too, from cache events.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", hidden=True, help="Former name of -o json.")] = False,
+    output: Output = TABLE,
     speed: Annotated[float, typer.Option(min=0, help="Virtual seconds per second. 0 = as fast as possible.")] = 0.0,
 ) -> None:
-    """Replay a serving trace through the service and print what it decided. With --log, replay recorded decisions.
+    """Replay a serving trace through a service, the one that --service names or one of its own, and print what it
+    decided. A recording of decisions is replayed without a service.
 
     A request is refused by name if it is longer than --max-model-len or can never fit the pool. Tokens are a function
     of the trace's block IDs, and time is virtual, advanced by the cost model: two runs are identical.
@@ -72,22 +80,25 @@ def replay_command(
     A recording is replayed without a service and compared bit by bit; exits 1 if a decision differs. With --pool-blocks
     it is a what-if: the recorded steps in a pool of another size, where refused requests are retried with each step.
     """
+    from kvplane_service.decisions.recording import is_recording
+
+    output, log = Shape(Format.JSON) if as_json else output, log or is_recording(file)
     host = TierSpec(TierKind.HOST, host_blocks, host_save, host_checkpoints)
     tiers = _tiers((host, TierSpec(TierKind.DISK, disk_blocks, disk_save)), log)
     if log:
         from kvplane_tools.cli.replay.report import show_log
 
-        raise typer.Exit(show_log(file, pool_blocks, as_json))
+        raise typer.Exit(show_log(file, pool_blocks, output))
     from kvplane_tools.cli.replay.trace import ReplayOptions, show_replay
 
     running = 1 if one_at_a_time else concurrency
     engine = EngineConfig(running, token_budget, max_output=max_output, mover_steps=mover_steps)
-    cost = CostModel(prefill_tokens_per_second, decode_step_us)
+    cost = CostModel(prefill_tokens_per_second, round(decode_step))
     plan = RunPlan(
-        model, tensor_parallel, replicas, pool_blocks or _POOL_BLOCKS, block_size, max_model_len, engine, cost, routing,
+        model, tensor_parallel, replicas, pool_blocks or POOL_BLOCKS, block_size, max_model_len, engine, cost, routing,
         events, prefix_match_unit, eviction, tiers,
     )  # fmt: skip
-    raise typer.Exit(show_replay(ReplayOptions(file, plan, limit, address or service, speed), as_json))
+    raise typer.Exit(show_replay(ReplayOptions(file, plan, limit, given().service, speed), output))
 
 
 def _tiers(asked: Sequence[TierSpec], log: bool) -> tuple[TierSpec, ...]:
@@ -106,8 +117,8 @@ def _tiers(asked: Sequence[TierSpec], log: bool) -> tuple[TierSpec, ...]:
 def demo_command(
     seed: Annotated[int, typer.Option(help="Seed of the workload. Equal seeds give equal decisions.")] = 8,
     plain: Annotated[bool, typer.Option(help="Print lines instead of the live view.")] = False,
-    once: Annotated[bool, typer.Option("--once", help="On a terminal, exit after the last table.")] = False,
-    svg: Annotated[Path | None, typer.Option(hidden=True, help="Write a picture of the live view.")] = None,
+    once: Once = False,
+    svg: Svg = None,
 ) -> None:
     """Start a service, drive four models through it and show their pools, hits, evictions and preemptions.
 

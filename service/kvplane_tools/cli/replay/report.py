@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -12,8 +11,8 @@ from rich import box
 from rich.table import Table
 
 from kvplane.base.groups import GroupSpec, ReplicaSpec
-from kvplane_tools.cli.options import FAILED
-from kvplane_tools.cli.output import columns
+from kvplane_tools.cli.options import FAILED, Shape
+from kvplane_tools.cli.output import columns, text_of
 from kvplane_tools.replay.from_log import Outcome, replay_log
 from kvplane_tools.replay.summary import Summary
 
@@ -94,7 +93,7 @@ def refusal_lines(summary: Summary) -> list[str]:
         for refusal in summary.refusals[:_NAMED_REFUSALS]
     ]
     more = len(summary.refusals) - _NAMED_REFUSALS
-    return [*lines, f"refused {more:,} more; --json lists all of them"] if more > 0 else lines
+    return [*lines, f"refused {more:,} more; -o json lists all of them"] if more > 0 else lines
 
 
 def _numbers(values: tuple[int, ...]) -> str:
@@ -111,7 +110,7 @@ def summary_lines(summaries: Sequence[Summary]) -> list[str]:
     ]
 
 
-def show_log(path: Path, pool_blocks: int | None, as_json: bool) -> int:
+def show_log(path: Path, pool_blocks: int | None, output: Shape) -> int:
     """Replay a recording, print the outcome, and return the exit code: 0 if every decision is identical to the recorded
     one.
 
@@ -120,10 +119,13 @@ def show_log(path: Path, pool_blocks: int | None, as_json: bool) -> int:
     """
     outcome = replay_log(path, pool_blocks)
     as_recorded = replay_log(path) if outcome.is_what_if else outcome
-    if as_json:
-        print(json.dumps({"replayed": asdict(outcome), "as_recorded": asdict(as_recorded)}, indent=2))
-    else:
-        print(_log_text(outcome, as_recorded))
+    print(
+        text_of(
+            lambda: {"replayed": asdict(outcome), "as_recorded": asdict(as_recorded)},
+            output,
+            table=lambda: _log_text(outcome, as_recorded),
+        )
+    )
     return 0 if as_recorded.identical == as_recorded.decisions else FAILED
 
 

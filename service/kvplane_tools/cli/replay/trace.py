@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import sys
 import time
@@ -18,7 +17,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from kvplane.blocking.client import connect
 from kvplane.rpc.access import PLAIN
 from kvplane_tools.cli.child import ServiceChild
-from kvplane_tools.cli.options import FAILED, INTERRUPTED, given_access
+from kvplane_tools.cli.options import FAILED, INTERRUPTED, Format, Shape, given
+from kvplane_tools.cli.output import text_of
 from kvplane_tools.cli.replay import report
 from kvplane_tools.cli.replay.engines import Pace, running
 from kvplane_tools.replay.fleet import Fleet
@@ -48,7 +48,7 @@ class ReplayOptions:
     speed: float = 0.0
 
 
-def show_replay(options: ReplayOptions, as_json: bool) -> int:
+def show_replay(options: ReplayOptions, output: Shape) -> int:
     """Replay the trace, print the outcome, and return the exit code: 0; 1 if an engine failed or counts disagree; 130
     after Ctrl-C.
 
@@ -59,10 +59,10 @@ def show_replay(options: ReplayOptions, as_json: bool) -> int:
     except KeyboardInterrupt:
         print("kvplane replay: interrupted", file=sys.stderr)
         return INTERRUPTED
-    if as_json:
-        print(json.dumps(summary.as_json(), indent=2))
-    else:
+    if output.format in (Format.TABLE, Format.WIDE):
         print_outcome(summary)
+    else:
+        print(text_of(summary.as_json, output))
     faults = [fault for fault in (summary.fault, *summary.disagreements()) if fault]
     for fault in faults:
         print(f"kvplane replay: {fault}", file=sys.stderr)
@@ -76,7 +76,7 @@ def run_replay(options: ReplayOptions, console: Console) -> Summary:
     with ExitStack() as stack:
         trace = stack.enter_context(TraceFile(options.file))
         address = options.service or stack.enter_context(ServiceChild()).address
-        access = given_access() if options.service else PLAIN
+        access = given().access() if options.service else PLAIN
         client = stack.enter_context(connect(address, tls=access.tls, token=access.token))
         name = f"replay-{secrets.token_hex(4)}"
         run = stack.enter_context(ReplayRun(client, options.plan, name, islice(trace, options.limit)))

@@ -181,6 +181,18 @@ def order_of(sort: str, wanted: str) -> Order:
     return order
 
 
+def plain_rows(order: Order, rows: Sequence[Row]) -> list[dict[str, str | float | None]]:
+    """Return the table as dictionaries by title, for JSON and YAML."""
+    return [
+        {column.title: column.value(row) for column in COLUMNS if column.title != "pool"} for row in order.apply(rows)
+    ]
+
+
+def names_of(order: Order, rows: Sequence[Row]) -> str:
+    """Return the names of the replicas in the table, one on each line."""
+    return "\n".join(row.summary.replica for row in order.apply(rows))
+
+
 def fleet_table(order: Order, rows: Sequence[Row]) -> RenderableType:
     """Return the table as text for a terminal, or a pipe."""
     if not rows:
