@@ -1,4 +1,6 @@
-"""Draw the pictures of the documents, light and dark: docs/system-*.svg (also in README.md) and docs/tiers-*.svg."""
+"""Draw the pictures of the documents, light and dark: docs/crash-*.svg and docs/system-*.svg (both also in README.md),
+and docs/tiers-*.svg.
+"""
 
 from __future__ import annotations
 
@@ -93,6 +95,30 @@ TIERS = Picture(
     ),
 )
 
+# The figures are those of tests/bench/results/crash.md.
+CRASH = Picture(
+    "An engine is killed. Without kvplane its prefix cache is lost; with kvplane a worker holds the pages",
+    330,
+    (
+        (5, 20, 200, 90, ("vLLM alone", "KV cache in the engine")),
+        (365, 20, 220, 90, ("vLLM starts again", "prefix cache: empty")),
+        (685, 20, 230, 90, ("next turn: TTFT 1.18 s", "0 % of the prompt cached")),
+        (5, 145, 200, 75, ("vLLM with kvplane", "schedules and computes")),
+        (365, 145, 220, 75, ("vLLM starts again", "maps the same pages")),
+        (685, 145, 230, 75, ("next turn: TTFT 0.10 s", "98 % of the prompt cached")),
+        (5, 255, 910, 60, ("kvplane worker: holds the pages, and proves which content each one has",)),
+    ),
+    (
+        ((205, 65), (365, 65), False, "kill -9", (285, 55), "middle"),
+        ((585, 65), (685, 65), False, "", (640, 55), "middle"),
+        ((205, 182), (365, 182), False, "kill -9", (285, 172), "middle"),
+        ((585, 182), (685, 182), False, "", (640, 172), "middle"),
+        ((105, 220), (105, 255), True, "", (105, 240), "start"),
+        ((475, 220), (475, 255), True, "", (475, 240), "start"),
+        ((805, 220), (805, 255), True, "", (805, 240), "start"),
+    ),
+)
+
 
 def drawn(picture: Picture, palette: Palette) -> str:
     """Return the SVG."""
@@ -122,13 +148,15 @@ def drawn(picture: Picture, palette: Palette) -> str:
             f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="{palette.line}" stroke-width="1.5"{start} '
             'marker-end="url(#tip)"/>'
         )
-        parts.append(f'<text x="{x}" y="{y}" text-anchor="{anchor}" font-size="13" fill="{palette.text}">{text}</text>')
+        if text:
+            style = f'font-size="13" fill="{palette.text}"'
+            parts.append(f'<text x="{x}" y="{y}" text-anchor="{anchor}" {style}>{text}</text>')
     return "\n".join([*parts, "</svg>", ""])
 
 
 def main() -> None:
     """Write all pictures."""
-    for name, picture in (("system", SYSTEM), ("tiers", TIERS)):
+    for name, picture in (("crash", CRASH), ("system", SYSTEM), ("tiers", TIERS)):
         for shade, palette in PALETTES.items():
             (DOCS / f"{name}-{shade}.svg").write_text(drawn(picture, palette), encoding="utf-8")
 

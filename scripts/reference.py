@@ -72,8 +72,11 @@ def statements(source: str) -> Iterator[tuple[str, str]]:
         comment = []
 
 
-def proto_section(source: str) -> Iterator[str]:
-    """Yield the Markdown of one proto file: its services, messages and enumerations in the order of the file."""
+def proto_section(source: str, pages: dict[str, str]) -> Iterator[str]:
+    """Yield the Markdown of one proto file: its services, messages and enumerations in the order of the file.
+
+    `pages` has the page of each message and enumeration, "" for those of this file.
+    """
     choice, in_table = "", False
     for line, comment in statements(source):
         if found := OPENING.match(line):
@@ -81,13 +84,13 @@ def proto_section(source: str) -> Iterator[str]:
             if kind == "oneof":
                 choice = name
                 continue
-            yield from ("", f"### {name}", "", f"*{kind}* {cell(comment)}")
+            yield from ("", f"## {name}", "", f"*{kind}* {cell(comment)}")
             in_table = False
             if not closed:
                 yield ""
         elif found := RPC.match(line):
             name, asks, request, answers, response = found.groups()
-            sent, got = f"{asks or ''}{linked(request)}", f"{answers or ''}{linked(response)}"
+            sent, got = f"{asks or ''}{linked(request, pages)}", f"{answers or ''}{linked(response, pages)}"
             yield from (f"**{name}** ({sent}) returns ({got})  ", cell(comment), "")
         elif found := FIELD.match(line):
             label, kind, name, number = found.groups()
@@ -95,7 +98,8 @@ def proto_section(source: str) -> Iterator[str]:
                 yield from table(("no.", "field", "type", "meaning"), ())
                 in_table = True
             mark = f" (one of {choice})" if choice else ""
-            yield f"| {number} | `{name}` | {label + ' ' if label else ''}{linked(kind)} | {cell(comment)}{mark} |"
+            type_ = f"{label} {linked(kind, pages)}" if label else linked(kind, pages)
+            yield f"| {number} | `{name}` | {type_} | {cell(comment)}{mark} |"
         elif found := VALUE.match(line):
             if not in_table:
                 yield from table(("no.", "value", "meaning"), ())
@@ -105,17 +109,34 @@ def proto_section(source: str) -> Iterator[str]:
             choice = ""
 
 
-def linked(kind: str) -> str:
+def linked(kind: str, pages: dict[str, str]) -> str:
     """Return a type as Markdown: messages and enumerations, which alone begin with a capital, as links."""
-    return f"[{kind}](#{kind.lower()})" if kind[0].isupper() else f"`{kind}`"
+    return f"[{kind}]({pages[kind]}#{kind.lower()})" if kind[0].isupper() else f"`{kind}`"
 
 
-def rpcs_page() -> str:
-    """Return the page of the wire: every RPC, message and enumeration."""
-    lines = ["# RPCs and messages", "", NOTE, "Made from the comments in `proto/kvplane/v1`."]
-    for path in sorted(PROTO.glob("*.proto")):
-        lines += ["", f"## {path.name}", *proto_section(path.read_text())]
-    return "\n".join(lines) + "\n"
+def rpcs_pages() -> dict[str, str]:
+    """Return the pages of the wire: a list of the RPCs, and a page for each file with its messages and enumerations."""
+    sources = {path.stem: path.read_text() for path in sorted(PROTO.glob("*.proto"))}
+    found = {stem: list(statements(source)) for stem, source in sources.items()}
+    places = {
+        opening[2]: f"{stem}.md" for stem, lines in found.items() for one, _ in lines if (opening := OPENING.match(one))
+    }
+    listed = ["# RPCs and messages", "", NOTE, "Made from the comments in `proto/kvplane/v1`.", ""]
+    listed += table(("page", "what it has"), (_contents(stem, lines) for stem, lines in found.items()))
+    made = {"rpcs.md": "\n".join(listed) + "\n"}
+    for stem, source in sources.items():
+        pages = {name: "" if place == f"{stem}.md" else place for name, place in places.items()}
+        services = [one.split()[1] for one, _ in found[stem] if one.startswith("service ")]
+        title = f"Service {services[0]}" if len(services) == 1 else f"{stem}.proto"
+        made[f"rpcs/{stem}.md"] = "\n".join([f"# {title}", "", NOTE.rstrip(), *proto_section(source, pages)]) + "\n"
+    return made
+
+
+def _contents(stem: str, lines: list[tuple[str, str]]) -> tuple[str, str]:
+    """Return a row of the list: link, and the RPCs or the purpose of the file."""
+    calls = ", ".join(f"`{call[1]}`" for one, _ in lines if (call := RPC.match(one)))
+    about = next((comment for one, comment in lines if one.startswith("package ")), "").partition(". ")[0].rstrip(".")
+    return f"[{stem}.proto](rpcs/{stem}.md)", f"{cell(about)}: {calls}" if calls else cell(about)
 
 
 def error_classes(base: type[errors.KvplaneError] = errors.KvplaneError) -> Iterator[type[errors.KvplaneError]]:
@@ -288,7 +309,7 @@ def main() -> None:
     parser.add_argument("--pages", type=Path, default=PAGES)
     arguments = parser.parse_args()
     made = {
-        "rpcs.md": rpcs_page(),
+        **rpcs_pages(),
         "errors.md": errors_page(),
         "configuration.md": configuration_page(),
         "commands.md": commands_page(),
@@ -303,6 +324,7 @@ def main() -> None:
             changes = difflib.unified_diff(before, after, name, "generated", lineterm="", n=0)
             print("\n".join(list(changes)[:20]))
         else:
+            (arguments.pages / name).parent.mkdir(exist_ok=True)
             (arguments.pages / name).write_text(made[name])
             print(f"written: docs/reference/{name}")
     if stale and arguments.check:

@@ -53,9 +53,9 @@ def test_every_page_is_built_and_no_link_is_broken(site):
 
 
 def test_links_to_files_of_the_repository_became_text(site):
-    page = (site / "operating.html").read_text()
+    page = (site / "operating" / "access.html").read_text()
     assert "SECURITY.md</code>" in page
-    assert "../SECURITY.md" not in page
+    assert 'SECURITY.md"' not in page
 
 
 def test_pages_made_of_files_at_the_root_are_in_the_site(site):

@@ -1,13 +1,18 @@
-"""docs/operating.md: every command in it runs."""
+"""docs/operating.md and the pages below it: every command in them runs, and the example of TLS does."""
 
 from __future__ import annotations
 
 import re
 import shlex
 import signal
+import subprocess
+import sys
+import tomllib
+from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
+import yaml
 
 from kvplane import AdmitRow, NewsRow, connect, part_of
 from kvplane.v1.admin_pb2 import RecordRequest
@@ -15,8 +20,11 @@ from kvplane_tools.cli.query.recorder import record
 from tests.cli.processes import run_kvplane
 from tests.cli.test_serve import serving
 from tests.service.rig import running
+from tests.test_readme import fenced_blocks
 
-TEXT = (Path(__file__).parents[1] / "docs" / "operating.md").read_text()
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = [DOCS / "operating.md", *sorted((DOCS / "operating").glob("*.md"))]
+TEXT = "\n".join(page.read_text() for page in PAGES)
 COMMANDS = sorted(set(re.findall(r"`(kvplane [a-z][^`]*)`", TEXT)))
 # Full-screen; needs a store; runs until stopped: other tests run them.
 LEFT_OUT = {"kvplane top", "kvplane bench", "kvplane store inspect", "kvplane worker --service a:7070,b:7070"}
@@ -73,3 +81,49 @@ def test_command_of_the_notes_runs(command, tmp_path):
             done = run_kvplane(*words)
     assert done.returncode == 0, done.stderr
     assert done.stdout
+
+
+def test_the_unit_of_systemd_starts_what_the_page_installs(tmp_path):
+    page = (DOCS / "setup.md").read_text()
+    (configuration,), (unit,) = fenced_blocks(page, "yaml"), fenced_blocks(page, "ini")
+    file = tmp_path / "kvplane.yaml"
+    file.write_text(configuration)
+    parser = ConfigParser()
+    parser.read_string(unit)
+    command = parser["Service"]["ExecStart"].replace("/etc/kvplane.yaml", str(file)).split()
+    assert command[0].endswith("/bin/kvplane")
+    assert command[1] == "serve"
+    checked = run_kvplane("config", *command[2:])
+    assert checked.returncode == 0, checked.stderr
+    folder = f"/var/lib/{parser['Service']['StateDirectory']}/"
+    assert f"sqlite:{folder}" in checked.stdout
+    assert int(parser["Service"]["TimeoutStopSec"]) * 1000 > yaml.safe_load(configuration)["drain_grace_ms"]
+
+
+def test_extras_that_the_page_names_exist():
+    project = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]
+    page = (DOCS / "setup.md").read_text()
+    named = re.findall(r"^\| `([\w,-]+)` \|", page, flags=re.MULTILINE)
+    assert len(named) > 3
+    assert {one for each in named for one in each.split(",")} <= set(project["optional-dependencies"])
+
+
+def test_example_of_tls_runs_as_printed(tmp_path, monkeypatch):
+    page = (DOCS / "operating" / "tls.md").read_text()
+    openssl, commands = fenced_blocks(page, "sh")
+    (configuration,), (code,) = fenced_blocks(page, "yaml"), fenced_blocks(page, "python")
+    monkeypatch.chdir(tmp_path)
+    for line in openssl.splitlines():
+        subprocess.run(line, shell=True, check=True, capture_output=True)
+    Path("kvplane.yaml").write_text(configuration)
+    start, ask = (shlex.split(line)[1:] for line in commands.splitlines())
+    with serving(*start[1:]) as (_, address):
+        there = f"localhost:{address.rpartition(':')[2]}"
+        asked = run_kvplane(*(there if word == "localhost:7070" else word for word in ask))
+        assert asked.returncode == 0, asked.stderr
+        assert asked.stdout.startswith("kvplane ")
+        run = [sys.executable, "-c", code.replace("localhost:7070", there)]
+        assert subprocess.run(run, check=True, capture_output=True, text=True).stdout == "0 replicas\n"
+        without = [word for word in ask if "client." not in word and word not in ("--tls-cert", "--tls-key")]
+        refused = run_kvplane(*(there if word == "localhost:7070" else word for word in without))
+        assert refused.returncode != 0, "it asks for a certificate"

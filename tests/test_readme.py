@@ -48,9 +48,10 @@ def test_block_runs_in_a_separate_process():
     assert "no_such_module" in failed.stderr
 
 
-def test_readme_commands_are_make_targets_and_ci_runs_the_second():
-    demo, test = (block.strip() for block in fenced_blocks(README, "sh")[:2])
-    assert (demo, test) == ("make demo", "make test")
+def test_readme_commands_are_make_targets_and_ci_runs_the_tests():
+    blocks = [block.strip() for block in fenced_blocks(README, "sh")]
+    (test,) = (block for block in blocks if block == "make test")
+    assert blocks[0] == "make demo"
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
     assert {"demo", "test"} <= set(targets)
     commands = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("make ")]

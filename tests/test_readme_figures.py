@@ -52,19 +52,44 @@ def test_cost_of_schedule_is_that_of_the_results():
     assert printed == expected
     date = re.search(r"date (\S+),", (RESULTS / "vllm_schedule.md").read_text())
     assert date is not None
-    assert f"one run each, {date[1]})" in SAID
+    assert f"Two loads, one run each, {date[1]}:" in SAID
 
 
 def test_steps_out_of_process_are_those_of_the_results():
     cells = json.loads((RESULTS / "peer.json").read_text())["cells"]
-    sentences = {256: "takes {}, {}, {} and {} of the time", 1: "with one request {}, {}, {} and {} times as long"}
-    for requests, words in sentences.items():
-        ratios = [
-            f"{cell['ratio']:.2g}"
+    ratios = {
+        requests: [
+            cell["ratio"]
             for cell in cells
             if (cell["case"]["kind"], cell["case"]["size"], cell["side"]) == ("decode", requests, "session socket")
         ]
-        assert words.format(*ratios) in SAID
+        for requests in (1, 256)
+    }
+    printed = {row[0]: row[1:] for row in rows_of(README)}
+    assert printed["one"] == [f"**{one:.2g}**" for one in ratios[1]]
+    assert printed["256 in one step"] == [f"{one:.2g}" for one in ratios[256]]
+    faster = sorted(1 / one for one in ratios[256])
+    assert f"large batches are {faster[0]:.0f} to {faster[-1]:.0f} times faster" in SAID
+    assert f"single requests {min(ratios[1]):.0f} to {max(ratios[1]):.0f} times slower" in SAID
+
+
+def test_what_a_killed_engine_hits_and_its_ttft_are_those_of_the_results():
+    results = (RESULTS / "crash.md").read_text()
+    killed = {row[0]: row for row in rows_of(results) if "kill -9" in row[1]}
+    stock, ours = killed["stock"], killed["b, kvplane"]
+    for name, row in (("stock vLLM", stock), ("vLLM with kvplane", ours)):
+        share = re.search(r"\((\d+ %)\)", row[3])
+        assert share is not None
+        assert [name, share[1], f"{row[4]} s"] in rows_of(README)
+        assert {f"next turn: TTFT {row[4]} s", f"{share[1]} of the prompt cached"} <= texts_of("crash-light.svg")
+    date, load = re.search(r"date (\S+),.* load (.+); one run", results).groups()  # type: ignore[union-attr]
+    assert f"one run on {date} at load {load}" in SAID
+    assert f"prompts of {int(stock[2]) // 8:,} tokens" in SAID
+    assert "0 of 64 answers differ" in results
+
+
+def texts_of(picture: str) -> set[str]:
+    return set(re.findall(r"<text[^>]*>([^<]*)</text>", (ROOT / "docs" / picture).read_text()))
 
 
 def test_restart_is_that_of_the_results():
@@ -77,7 +102,7 @@ def test_restart_is_that_of_the_results():
 
 def test_simulated_runs_are_those_of_the_campaigns():
     said = re.search(
-        r"No wrong hit in ([\d,]+) simulated runs with ([\d,]+) faults\*\* \(seeds (\d+) to (\d+) at (\w+)\)", SAID
+        r"No wrong hit \| ([\d,]+) simulated runs with ([\d,]+) faults \(seeds (\d+) to (\d+) at (\w+)\)", SAID
     )
     assert said is not None
     campaigns = rows_of((ROOT / "tests" / "sim" / "CAMPAIGNS.md").read_text())
@@ -119,6 +144,13 @@ def test_pictures_are_drawn_by_the_script(tmp_path):
     code = "import sys; from pathlib import Path; import pictures as p; p.DOCS = Path(sys.argv[1]); p.main()"
     subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT / "scripts", timeout=60, check=True)
     names = sorted(drawn.name for drawn in tmp_path.iterdir())
-    assert names == ["system-dark.svg", "system-light.svg", "tiers-dark.svg", "tiers-light.svg"]
+    assert names == [
+        "crash-dark.svg",
+        "crash-light.svg",
+        "system-dark.svg",
+        "system-light.svg",
+        "tiers-dark.svg",
+        "tiers-light.svg",
+    ]
     for name in names:
         assert (tmp_path / name).read_text() == (ROOT / "docs" / name).read_text(), "python scripts/pictures.py"

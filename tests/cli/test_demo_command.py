@@ -11,6 +11,7 @@ import sys
 from urllib.request import urlopen
 
 from tests.cli.processes import KVPLANE, Watched, children, interrupt, run_kvplane, running
+from tests.test_readme_figures import README, rows_of
 
 MODELS = ("llama-3.1-70b", "gpt-oss-120b", "gemma-3-27b", "jamba-v0.1")
 COUNTS = re.compile(
@@ -42,6 +43,11 @@ def test_demo_shows_all_effects_and_what_each_cache_saves(tmp_path, monkeypatch)
         (model, cache): tuple(int(one.replace(",", "")) for one in rest)
         for model, cache, *rest in ROW.findall(done.stdout)
     }
+    cells = [one[0] for one in rows_of(README)]
+    for (model, cache), (hit, at_once, computed) in table.items():
+        name = next(cell for cell in cells if cell.startswith(f"{model}, "))
+        row = [name if cache == "hybrid" else "", cache, f"{hit}%", str(at_once), f"{computed:,}"]
+        assert row in rows_of(README)[cells.index(name) :][:3]
     assert set(table) == {(model, cache) for model in ("gpt-oss-120b", "gemma-3-27b") for cache in CACHES}
     for model in ("gpt-oss-120b", "gemma-3-27b"):
         hybrid, uniform, none = (table[model, cache] for cache in CACHES)

@@ -42,7 +42,7 @@ def test_every_type_that_is_read_has_a_recorded_plan_or_is_another_name_of_one()
     others = {"gemma3", "llama4", "llama4_text"}
     assert set(READERS) - recorded == others
     assert recorded <= set(READERS)
-    operating = (Path(__file__).parents[2] / "docs" / "operating.md").read_text()
+    operating = (Path(__file__).parents[2] / "docs" / "operating" / "capacity.md").read_text()
     assert f"For {len(PLANS)} configs of {len(recorded)} types, " in operating
 
 

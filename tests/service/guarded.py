@@ -26,7 +26,7 @@ OWNERS: dict[str, dict[str, Any]] = {
 
 
 def replace(path: Path, text: str) -> None:
-    """Replace a file in one step, as docs/operating.md asks: a service that polls it never reads a part."""
+    """Replace a file in one step, as docs/operating/access.md asks: a service that polls it never reads a part."""
     fresh = path.with_suffix(".new")
     fresh.write_text(text)
     fresh.replace(path)

@@ -2,8 +2,8 @@
 
 Three engines answer the same conversations over HTTP: "a" and "b" with kvplane (mode mirror, pages of a kvplane
 worker), and a stock one. Then b and the stock engine are killed by SIGKILL and started again, and the conversations
-continue. The table has what was hit and how long the answers took; every token is compared with those of the stock
-engine.
+continue. The table has what was hit and the time to the first token (TTFT); every token is compared with those of the
+stock engine.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 
 from rich.console import Console
 from rich.table import Table
@@ -32,7 +33,7 @@ from tests.vllm import environment
 MODEL = "llama"
 KVPLANE = [sys.executable, "-W", "ignore", "-c", "from kvplane_tools.cli import main; main()"]
 CONVERSATIONS, TURNS, NEW_TOKENS = 8, 3, 16
-FIRST, FURTHER = 256, 48  # tokens of the first message of a conversation, and of each further one
+FIRST, FURTHER = 3072, 48  # tokens of the first message of a conversation, and of each further one
 START_S = 300.0
 
 
@@ -42,7 +43,7 @@ class Turn:
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    seconds: float = 0.0
+    ttft_s: float = 0.0  # mean of the conversations
     answers: list[list[int]] = field(default_factory=list)
 
 
@@ -63,8 +64,8 @@ class Engine:
         command = [str(environment.PYTHON.with_name("vllm")), "serve", model]
         command += ["--skip-tokenizer-init", "--enforce-eager", "--dtype", "float32", "--block-size", "32"]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
-        command += ["--max-model-len", "640", "--max-num-seqs", "16", "--max-num-batched-tokens", "256", "--seed", "0"]
-        command += ["--num-gpu-blocks-override", "200", "--enable-prompt-tokens-details"]
+        command += ["--max-model-len", "4096", "--max-num-seqs", "16", "--max-num-batched-tokens", "256", "--seed", "0"]
+        command += ["--num-gpu-blocks-override", "1000", "--enable-prompt-tokens-details"]
         command += ["--distributed-executor-backend", "uni"]
         if self._kvplane is not None:
             command += ["--scheduler-cls", "kvplane_vllm.Scheduler", "--worker-cls", "kvplane_vllm.Worker"]
@@ -79,34 +80,42 @@ class Engine:
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline and self._process.poll() is None:
             try:
-                if self._ask("GET", "/health")[0] == 200:
+                if self._is_healthy():
                     return
             except OSError:
                 time.sleep(0.3)
         raise RuntimeError(f"engine {self.name} did not start:\n{Path(self._log.name).read_text()[-3000:]}")
 
-    def _ask(
-        self, method: str, path: str, body: object = None, headers: dict[str, str] | None = None
-    ) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        try:
-            content = None if body is None else json.dumps(body)
-            connection.request(method, path, content, {"Content-Type": "application/json"} | (headers or {}))
-            answer = connection.getresponse()
-            return answer.status, answer.read()
-        finally:
-            connection.close()
+    def _is_healthy(self) -> bool:
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)) as connection:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
 
-    def complete(self, prompt: list[int], request_id: str) -> tuple[list[int], int]:
-        """Answer one prompt; returns the new tokens, and how many tokens of the prompt were cached."""
+    def complete(self, prompt: list[int], request_id: str) -> tuple[list[int], int, float]:
+        """Answer one prompt; returns the new tokens, how many prompt tokens were cached, and the TTFT in s."""
         body = {"model": str(environment.MODELS / MODEL), "prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0}
-        body |= {"ignore_eos": True, "return_token_ids": True}
-        status, content = self._ask("POST", "/v1/completions", body, {"X-Request-Id": request_id})
-        if status != 200:
-            raise RuntimeError(f"engine {self.name} answered {status}: {content.decode()[:500]}")
-        answer = json.loads(content)
-        details = answer["usage"]["prompt_tokens_details"] or {}
-        return answer["choices"][0]["token_ids"], details.get("cached_tokens") or 0
+        body |= {
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        tokens, cached, ttft_s, begin = list[int](), 0, 0.0, time.monotonic()
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)) as connection:
+            headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
+            connection.request("POST", "/v1/completions", json.dumps(body), headers)
+            answer = connection.getresponse()
+            if answer.status != 200:
+                raise RuntimeError(f"engine {self.name} answered {answer.status}: {answer.read(500).decode()}")
+            for line in answer:
+                if not line.startswith(b"data: {"):
+                    continue
+                event = json.loads(line[6:])
+                new = [token for choice in event["choices"] for token in choice.get("token_ids") or ()]
+                ttft_s = ttft_s or (time.monotonic() - begin if new else 0.0)
+                tokens += new
+                cached = ((event.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens") or cached
+        return tokens, cached, ttft_s
 
     def life(self) -> str:
         """The line of the engine's log that says what its last start kept."""
@@ -134,12 +143,11 @@ def prompts(turn: int) -> list[list[int]]:
 def answer(engine: Engine, turn: int, histories: list[list[int]]) -> Turn:
     """Let the engine answer one message of every conversation, after everything that was said in it before."""
     asked = [history + new for history, new in zip(histories, prompts(turn), strict=True)]
-    begin = time.monotonic()
     with ThreadPoolExecutor(CONVERSATIONS) as pool:
         names = [f"{engine.name}-{number}-{turn}" for number in range(CONVERSATIONS)]
         found = list(pool.map(engine.complete, asked, names))
-    seconds = time.monotonic() - begin
-    return Turn(sum(map(len, asked)), sum(cached for _, cached in found), seconds, [tokens for tokens, _ in found])
+    tokens, cached, ttft_s = zip(*found, strict=True)
+    return Turn(sum(map(len, asked)), sum(cached), fmean(ttft_s), list(tokens))
 
 
 def converse(engines: list[Engine], turns: range, histories: list[list[int]], done: list[list[Turn]]) -> None:
@@ -155,20 +163,20 @@ def main() -> int:
     """Run the demonstration; returns 1 if a token differs."""
     console, begin = Console(), time.monotonic()
     environment.set_up()
-    with ExitStack() as closing:
-        folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="kvplane-demo-")))
-        service = closing.enter_context(ServiceChild())
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvplane-demo-")))
+        service = stack.enter_context(ServiceChild())
         engines = []
         for name in ("a", "b"):
             run_dir = str(folder / name)
             worker = subprocess.Popen([*KVPLANE, "worker", "--opaque", "--replica", name, "--run-dir", run_dir])
-            closing.callback(worker.wait)
-            closing.callback(worker.terminate)
+            stack.callback(worker.wait)
+            stack.callback(worker.terminate)
             options = {"mode": "mirror", "address": service.address, "replica": name}
             engines.append(Engine(name, options | {"pages": "worker", "worker": run_dir}))
         engines.append(Engine("stock", None))
         for engine in engines:
-            closing.callback(engine.kill, signal.SIGTERM)
+            stack.callback(engine.kill, signal.SIGTERM)
         console.print(f"service {service.address}; vLLM engines a and b on kvplane, and a stock one, start (a minute)")
         for engine in engines:
             engine.wait()
@@ -206,13 +214,13 @@ def main() -> int:
 
 def show(console: Console, engines: list[Engine], done: list[list[Turn]]) -> None:
     """Print the table of hits and times."""
-    table = Table("engine", "turn", "prompt tokens", "cached", "answers took")
+    table = Table("engine", "turn", "prompt tokens", "cached", "mean TTFT")
     for engine, answered in zip(engines, done, strict=True):
         for number, turn in enumerate(answered):
             restarted = number == TURNS and engine.name != "a"
             share = f"{turn.cached_tokens} ({100 * turn.cached_tokens // turn.prompt_tokens} %)"
             label = f"{number + 1}" + (", after kill -9" if restarted else "")
-            table.add_row(engine.name, label, str(turn.prompt_tokens), share, f"{turn.seconds:.2f} s")
+            table.add_row(engine.name, label, str(turn.prompt_tokens), share, f"{turn.ttft_s:.2f} s")
         table.add_section()
     console.print(table)
 

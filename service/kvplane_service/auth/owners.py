@@ -178,7 +178,7 @@ def _remedy(kind: str, key: str) -> str:
     keys = [key for key in (*Owner.model_fields, *OwnerLimits.model_fields) if key != "name"]
     if kind == "extra_forbidden":
         return f"the most similar key is {difflib.get_close_matches(key, keys, n=1, cutoff=0.0)[0]}"
-    return "docs/operating.md shows every key with its values"
+    return "docs/operating/access.md shows every key with its values"
 
 
 def _check_apart(one: Owner, other: Owner) -> None:

@@ -44,11 +44,11 @@ def test_a_star_is_allowed_only_at_the_end():
 
 REFUSED = {
     "acme.scopse": ("acme: {scopse: []}", "the most similar key is scopes"),
-    "acme.scopes.0": ("acme: {scopes: [alocate]}", "docs/operating.md"),
+    "acme.scopes.0": ("acme: {scopes: [alocate]}", "docs/operating/access.md"),
     "acme.limits.block": ("acme: {limits: {block: 1}}", "the most similar key is blocks"),
-    "acme.limits.blocks": ("acme: {limits: {blocks: 0}}", "docs/operating.md"),
-    "may stand only at the end of a name": ("acme: {domains: ['*x']}", "docs/operating.md"),
-    "must begin with `jwt:` or `cert:`": ("acme: {subjects: [x]}", "docs/operating.md"),
+    "acme.limits.blocks": ("acme: {limits: {blocks: 0}}", "docs/operating/access.md"),
+    "may stand only at the end of a name": ("acme: {domains: ['*x']}", "docs/operating/access.md"),
+    "must begin with `jwt:` or `cert:`": ("acme: {subjects: [x]}", "docs/operating/access.md"),
     "the value of owner acme is a list": ("acme: [1]", "owner: {key"),
     "is not a mapping of owners": ("", "owner: {key"),
     "is not YAML": ("a: [", "owner: {key"),
