@@ -294,9 +294,9 @@ def confirm_whatever_the_record_says(_: Real) -> Real:
 def release_without_flushing(_: Real) -> Real:
     """Replicas are let go while what they published waits to be written."""
 
-    async def write_released(self: Any, names: Sequence[str]) -> bool:
+    async def write_released(self: Any, names: Sequence[str], expired: bool) -> bool:
         for name in names:
-            self._released.add(name)
+            self._released[name] = expired
             self._writer.record_changed(name)
             await self._writer.write_record(name)
         return True

@@ -99,6 +99,11 @@ class Config(BaseModel):
     """
     max_replicas: Count = 1024
     """Largest number of replicas in this process."""
+    replica_ttl_ms: Pause = 12 * 3600 * 1000
+    """Time after which a replica expires that no engine, worker or changing call has used: its memory and its place in
+    `max_replicas` are free again. A store keeps its keys for `store_ttl_ms`, and a registration with the same settings
+    recovers them. 0 = never.
+    """
     max_groups: Annotated[int, Field(ge=1, le=MAX_GROUPS)] = MAX_GROUPS
     """Largest number of KV cache groups per replica."""
     max_blocks: Annotated[int, Field(ge=2, le=MAX_BLOCKS)] = 1 << 22
@@ -189,7 +194,9 @@ class Config(BaseModel):
     store_load_ms: Millis = 60_000
     """Time after which a replica whose stored entries cannot be read begins without them."""
     store_ttl_ms: Millis = 24 * 3600 * 1000
-    """Time after which Redis deletes keys that no service has renewed."""
+    """Time after which a store deletes the keys of a replica that has expired, and Redis those that no service has
+    renewed.
+    """
     owner_lease_ms: Millis = 5000
     """Lease of a service in a shared store. When it expires, another service takes over a replica as soon as a client
     asks for that replica.

@@ -26,6 +26,7 @@ from kvplane_service.unary.service import UnaryCalls
 _NAME = re.compile(r"[a-zA-Z0-9._/-]{1,128}", re.ASCII)
 MAX_RANKS = 65536
 MAX_NAMESPACE_BYTES = 64
+_MODEL_NAME_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class Registration:
         namespace_digest: digest of all settings that must be equal for pages to be exchanged with another replica.
         plans: memory plans of the ranks, one per pipeline stage; empty if groups were given explicitly.
         registered_by: owner of the replica; "" without authentication.
+        model_name: name of the model, for operators.
         nonce: drawn for a replica with tiers when it is registered: no two registrations share what a disk holds.
     """
 
@@ -47,6 +49,7 @@ class Registration:
     plans: tuple[RankPlan, ...] = field(default=(), compare=False)
     registered_by: str = field(default="", compare=False)
     nonce: int = field(default=0, compare=False)
+    model_name: str = field(default="", compare=False)
 
     @property
     def content_id(self) -> bytes:
@@ -99,6 +102,8 @@ class Registry:
 
     Attributes:
         logs: memory budget of the logs of all replicas.
+        max_replicas: largest number of replicas.
+        num_expired: number of replicas that have expired.
     """
 
     def __init__(self, config: Config, clock: Clock) -> None:
@@ -107,6 +112,7 @@ class Registry:
         self._hasher = ContentHasher(config)
         self._offload = Executor("long steps")  # pure Python work: a second thread would not be faster
         self.logs = LogBudget(config.log_bytes)
+        self.max_replicas, self.num_expired = config.max_replicas, 0
         self._entries: dict[str, Entry] = {}
         self._watchers: list[Callable[[Entry], None]] = []
         self._removal_watchers: list[Callable[[str], None]] = []
@@ -173,6 +179,7 @@ class Registry:
         if entry is None:
             self._check(registration)
             return None
+        entry.host.touch()
         if not entry.registration.agrees_with(registration):
             raise AlreadyExists(
                 f"{name} is registered with {_difference(entry.registration, registration)}",
@@ -253,6 +260,12 @@ class Registry:
                 field="namespace_digest",
                 remedy=f"give at most {MAX_NAMESPACE_BYTES} bytes",
             )
+        if not is_model_name(registration.model_name):
+            raise InvalidArgument(
+                f"{registration.model_name[:64]!r} cannot be shown",
+                field="model_name",
+                remedy=f"give at most {_MODEL_NAME_CHARS} printable characters",
+            )
         if spec.tiers and not registration.namespace_digest:
             raise InvalidArgument(
                 "a tier outlives the engine, so what it stores must be named",
@@ -266,6 +279,11 @@ class Registry:
             _limit(tier.num_blocks, config.max_blocks, "max_blocks", f"tiers[{index}].num_blocks")
         _check_room(blocks <= config.max_total_blocks, f"{spec.num_stamps} blocks", "max_total_blocks", "num_blocks")
         _check_room(len(self) < config.max_replicas, "another replica", "max_replicas", "replica")
+
+
+def is_model_name(name: str) -> bool:
+    """Whether operators can be shown this name of a model; "" is one."""
+    return len(name) <= _MODEL_NAME_CHARS and name.isprintable()
 
 
 def _limit(value: int, limit: int, key: str, field: str) -> None:

@@ -128,6 +128,8 @@ def grid() -> list[Cell]:
 class CoreSession:
     """A session (`StepSession`) on a core of its own: no host, log or lease, so that a replay takes seconds."""
 
+    waiting_requests: int | None = None
+
     def __init__(self, spec: ReplicaSpec) -> None:
         self.replica, self.spec, self._seq = new_replica(spec), spec, 0
         self.replica.begin_epoch(1)

@@ -166,6 +166,8 @@ class Timeline:
 class PublishingSession:
     """A session (`StepSession`) on a core of its own, whose events are kept until they are taken."""
 
+    waiting_requests: int | None = None
+
     def __init__(self, spec: ReplicaSpec) -> None:
         self.replica, self.spec, self._seq = new_replica(spec), spec, 0
         self.replica.begin_epoch(1)

@@ -11,7 +11,7 @@ import pytest
 from kvplane import Content, connect
 from kvplane.base.requests import Allocate
 from kvplane_service.config import Config
-from tests.service.rig import running
+from tests.service.rig import running, until
 
 BEGIN = """
 import os, signal, sys, threading, time
@@ -174,3 +174,19 @@ def test_interrupt_at_any_line_of_grpc_leaves_a_channel_that_closes():
         )
     assert (done.returncode, done.stderr) == (0, "")
     assert int(done.stdout) > 100
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_a_benchmark_deregister_its_replica(number):
+    with running() as service:
+        command = [sys.executable, "-m", "kvplane_tools", "bench", "--service", service.address, "--requests", "1"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        try:
+            until(lambda: len(service.app.registry) == 1 or process.poll() is not None)
+            assert process.poll() is None, process.communicate()
+            process.send_signal(number)
+            printed, _ = process.communicate(timeout=20)
+        finally:
+            process.kill()
+        assert process.returncode in (130, -signal.SIGINT), printed
+        assert len(service.app.registry) == 0

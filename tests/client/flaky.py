@@ -51,10 +51,10 @@ class FlakyTransport:
             return self._inner.receive()
         raise Unavailable("connection reset")
 
-    def heartbeat(self) -> None:
+    def heartbeat(self, waiting_requests: int | None = None) -> None:
         if not self._holds("heartbeat"):
             raise Unavailable("connection reset")
-        self._inner.heartbeat()
+        self._inner.heartbeat(waiting_requests)
 
     def close(self) -> None:
         self.calls.append("close")

@@ -38,7 +38,7 @@ class Watched:
     def __getattr__(self, name):
         return getattr(self._inner, name)
 
-    def heartbeat(self):
+    def heartbeat(self, waiting_requests=None):
         self._inner.heartbeat()
         self.beat.set()
 
@@ -169,7 +169,7 @@ class Slow(Awaited):
         await self.answered.wait()
         return self._inner.receive()
 
-    async def heartbeat(self):
+    async def heartbeat(self, waiting_requests=None):
         self._inner.heartbeat()
         self.beat.set()
 

@@ -70,6 +70,8 @@ def request(name: str, prompt: TokenSource, output: TokenSource, arrival_s: floa
 class Recorder:
     """A session that remembers what went through it."""
 
+    waiting_requests: int | None = None
+
     def __init__(self, session: Session) -> None:
         self._session = session
         self.parts: list[Part] = []

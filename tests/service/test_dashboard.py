@@ -91,7 +91,8 @@ def server(small_pools, routed, tmp_path_factory):
     """Prometheus on the metrics of a demo run whose pools are a little too small, of tiers, and of a router."""
     folder = tmp_path_factory.mktemp("prometheus")
     of_tiers = {name: values for name, values in tiered.busy_tiers().items() if "_tier_" in name}
-    with prometheus(folder, backfill({**small_pools, **of_tiers, **routed}, folder)) as server:
+    waiting = {name: values for name, values in queue().items() if "waiting" in name}
+    with prometheus(folder, backfill({**small_pools, **of_tiers, **routed, **waiting}, folder)) as server:
         yield server
 
 
@@ -186,6 +187,18 @@ def silent_engine() -> Series:
         scenario.host.expire()
 
     return scenario.repeat(pass_time)
+
+
+def queue() -> Series:
+    """Waiting requests, as an engine reports them."""
+    scenario = Scenario()
+    return scenario.repeat(lambda number: scenario.host.heartbeat(scenario.engine.nonce, number))
+
+
+def many_replicas() -> Series:
+    scenario = Scenario()
+    scenario._registry.max_replicas = 1
+    return scenario.repeat(lambda _: None)
 
 
 def full_pool() -> Series:
@@ -330,6 +343,7 @@ def partial_place() -> Series:
 SCENARIOS: dict[str, Callable[[], Series]] = {
     "KvplaneDown": down,
     "KvplaneReplicaLapsed": silent_engine,
+    "KvplaneReplicasNearLimit": many_replicas,
     "KvplanePoolExhausted": full_pool,
     "KvplanePreempting": preemptions,
     "KvplaneRequestNeverFits": too_long,

@@ -39,7 +39,8 @@ class Watched:
     def __init__(self, given: ReplicaSpec | None = None, **spec) -> None:
         self.now_ns = 0
         registry = Registry(Config(), lambda: self.now_ns)
-        self.host = registry.register("r", Registration(given or spec_of(**spec))).host
+        self.entry = registry.register("r", Registration(given or spec_of(**spec)))
+        self.host = self.entry.host
         self.collector = ServiceCollector(registry)
 
     def value(self, name: str, **labels: str) -> float:
@@ -322,4 +323,4 @@ def test_the_values_of_a_replica_whose_core_has_failed_are_still_read():
         engine.step(Part())
     assert "register the replica again" in caught.value.remedy
     assert watched.value("kvplane_admitted_requests_total") == 1
-    assert encode_summary(watched.host).free_blocks == watched.host.replica.free_blocks
+    assert encode_summary(watched.entry).free_blocks == watched.host.replica.free_blocks

@@ -260,6 +260,7 @@ def test_replay_engine_that_is_granted_nothing_raises():
         """A service that never reaches a row."""
 
         spec = SPECS["full"]
+        waiting_requests: int | None = None
 
         def submit(self, *parts: Part) -> int:
             self.admit: Admit = parts[0].admit

@@ -146,10 +146,10 @@ class SimTransport:
                 return answer
             self.draining = self.heeds_notices
 
-    async def heartbeat(self) -> None:
+    async def heartbeat(self, waiting_requests: int | None = None) -> None:
         if self._stream is None or self._stream.inward.broken:
             await self._read_further()
-        self.write(messages.heartbeat_message())
+        self.write(messages.heartbeat_message(waiting_requests))
 
     async def close(self) -> None:
         if self.draining:

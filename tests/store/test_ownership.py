@@ -198,7 +198,7 @@ async def test_a_release_stops_the_load_of_a_replica(net, monkeypatch):
     keeper = second.keeper
     assert list(keeper._loads.tasks.values()) == ["r"]
 
-    async def write_released(names):
+    async def write_released(names, expired):
         await asyncio.gather(*keeper._loads.tasks)
         return True
 

@@ -125,7 +125,7 @@ class Wire(InProcessTransport):
             raise Unavailable("the stream is broken")
         return super().receive()
 
-    def heartbeat(self):
+    def heartbeat(self, waiting_requests=None):
         if self.is_broken:
             raise Unavailable("the stream is broken")
         super().heartbeat()

@@ -7,6 +7,7 @@ hit.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import random
@@ -29,6 +30,7 @@ from kvplane.blocking.session import Session
 from kvplane.sansio.retry import RetryPolicy
 from kvplane_core.face.inspect import check, take_snapshot
 from kvplane_service.config import Config
+from kvplane_service.registry import Registration, UnknownReplica
 from kvplane_service.replicas.inprocess import InProcessTransport
 from kvplane_service.store.errors import RecordRefused, StoreDamaged, StoreForeign, StoreNewer
 from kvplane_service.store.interface import IndexStore, LogName, StoredChunk
@@ -81,7 +83,10 @@ class Engine:
         return service
 
     async def session(self, service: Service) -> Session:
-        if "r" not in service.registry:
+        if "r" not in service.registry:  # as the call RegisterReplica
+            with contextlib.suppress(UnknownReplica):
+                await service.adopt()
+            await service.ownership.resume("r", Registration(HYBRID))
             await service.register()
         host = service.registry.get("r").host
         request = OpenRequest("r", next(NONCES), stamp_table=tuple(self.memory.stamps), incarnation=INCARNATION)

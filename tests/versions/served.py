@@ -126,7 +126,7 @@ class Transport:
         assert answer is not None
         return answer
 
-    def heartbeat(self) -> None:
+    def heartbeat(self, waiting_requests: int | None = None) -> None:
         """Leases do not end here."""
 
     def close(self) -> None:

@@ -109,7 +109,7 @@ class Played:
         assert answer is not None
         return answer
 
-    def heartbeat(self) -> None:
+    def heartbeat(self, waiting_requests: int | None = None) -> None:
         """Leases do not end here."""
 
     def close(self) -> None:

@@ -129,8 +129,8 @@ class InProcessManager(KVCacheManager):
         """Called with each step that ended, and its result."""
         del step, result
 
-    def send_steps(self) -> None:
-        """Called at the end of schedule()."""
+    def send_steps(self, waiting: int | None = None) -> None:
+        """Called at the end of schedule(), with the number of requests that wait for admission."""
 
     def shut_down(self) -> None:
         """Called when the engine ends."""

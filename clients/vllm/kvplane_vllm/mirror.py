@@ -108,11 +108,13 @@ class MirrorManager(InProcessManager):
         if self.executed is None:
             self.send_steps()
 
-    def send_steps(self) -> None:
+    def send_steps(self, waiting: int | None = None) -> None:
         """Send the steps that ended since the last call, in one message. Before that, carry out what callers of the
-        service ask for.
+        service ask for. `waiting`: number of requests that wait for admission, None if it has not changed.
         """
         assert self.sender is not None, "the manager is not built yet"
+        if waiting is not None:
+            self.sender.waiting_requests = waiting
         for request in self.sender.take_cache_requests():
             self._carry_out(request)
         closed, self._closed = self._closed, []

@@ -72,6 +72,7 @@ class OnKvplane:
     hash_block_size: int
     num_spec_tokens: int
     _preempt_request: Callable[..., None]
+    get_request_counts: Callable[[], tuple[int, int]]
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **options: Any) -> None:
         """Take the arguments of vLLM's scheduler. Raises InvalidArgument for an unsupported option, and
@@ -133,7 +134,9 @@ class OnKvplane:
         """See vLLM's scheduler. The output also has the number of its step."""
         if self.on_service is not None:
             throttles = options.get("throttle_prefills", args[0] if args else False)
-            return self.on_service.schedule(super().schedule, self._preempt, throttle_prefills=throttles)  # type: ignore[misc]
+            decided = self.on_service.schedule(super().schedule, self._preempt, throttle_prefills=throttles)  # type: ignore[misc]
+            self.kv_cache_manager.link.report_waiting(self.get_request_counts()[1])
+            return decided
         if self._managed and self._reports:
             self.kv_cache_manager.report_progress()
         if self._managed and self.kv_cache_manager.preempted:
@@ -143,7 +146,7 @@ class OnKvplane:
         if self._managed:
             manager = self.kv_cache_manager
             manager.close_step()
-            manager.send_steps()
+            manager.send_steps(self.get_request_counts()[1])
             assert not manager.preempted, "the allocator preempted requests of the step that is being scheduled"
             output.kvplane_step = manager.seq  # type: ignore[attr-defined]
             if isinstance(manager, PagesOfWorker):

@@ -137,6 +137,7 @@ class Engine:
                 part.cache.costs_ns = self._jobs.costs_ns(round(self._token_ns), len(self._session.spec.tiers))
         if self._canary is not None:
             self._canary.report(part.cache)
+        self._session.waiting_requests = self._scheduler.num_waiting
         answer = self._session.apply(part, executed_through=executed)
         (result,) = answer.parts
         if self._canary is not None and self._epoch != self._session.epoch:

@@ -7,7 +7,6 @@ unknown name, with the same message whether a replica has it or not, and no othe
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import replace
 
 from kvplane.base.errors import AlreadyExists, NotFound, PermissionDenied
 from kvplane.base.groups import EvictionPolicy
@@ -94,9 +93,9 @@ class VisibleReplicas:
         return entry
 
     def add(self, name: str, registration: Registration, replica: ReplicaCore) -> Entry:
-        """Register a replica by `Registry.add`, and record the caller as its owner."""
+        """Register a replica by `Registry.add`."""
         self.find_equal(name, registration)
-        return self._registry.add(name, replace(registration, registered_by=CALL.get().owner.name), replica)
+        return self._registry.add(name, registration, replica)
 
     def remove(self, name: str, epoch: int | None = None) -> None:
         """Remove a replica by `Registry.remove`, if the caller may see the replica."""

@@ -23,6 +23,7 @@ from kvplane_service.replicas.idle_check import IdleCheck, check_in_background
 from kvplane_service.rpc.about import About
 from kvplane_service.rpc.server import CallFilters, RpcServer
 from kvplane_service.runtime.executors import Executor, InOrder, share_interpreter
+from kvplane_service.store.expiry import expire_in_background
 from kvplane_service.store.keeper import Entropy, Keeper
 from kvplane_service.store.opening import make_store
 from kvplane_service.store.ownership import Durable, Ownership, is_gone
@@ -107,6 +108,9 @@ class App:
         self._start_task("leases", self._sweep())
         self._start_task("loop holds", self._holds.watch())
         self._start_task("logs", self.registry.logs.pack_in_background())
+        if self.config.replica_ttl_ms:
+            expiry = expire_in_background(self.registry, self.ownership, self.config.replica_ttl_ms, asyncio.sleep)
+            self._start_task("expiry of replicas", expiry)
         if self.config.idle_check_ms:
             checks = check_in_background(self._idle_checks, self.config.idle_check_ms, self._clock, asyncio.sleep)
             self._start_task("idle checks", checks)

@@ -168,11 +168,15 @@ class ReplicaHost(HostState):
         effort_ns = effort_ns if turn.step is step else None  # an operator has added to it
         return await self.steps.apply_aside(turn.step, offload, done, effort_ns=effort_ns)
 
-    def heartbeat(self, nonce: int) -> None:
-        """Renew the lease, also while long work is running. Raises OtherWriter."""
+    def heartbeat(self, nonce: int, waiting_requests: int | None = None) -> None:
+        """Renew the lease, also while long work is running, and note how many requests wait in the engine. Raises
+        OtherWriter.
+        """
         if self._retired is not None or not self.steps.is_aside:
             self._check_sound()
-        self._renew_lease(nonce)
+        session = self._renew_lease(nonce)
+        if waiting_requests is not None:
+            session.waiting_requests = waiting_requests
 
     def holding(self, nonce: int) -> AbstractContextManager[None]:
         """Renew the lease, and keep it valid while a message of the session waits here. Raises OtherWriter."""
@@ -327,6 +331,7 @@ class ReplicaHost(HostState):
             InvalidArgument, LimitExceeded: as `check_step`.
         """
         self.check_unary(at)
+        self.touch()
         order, requests = self._order, self.mirror.requests
         if requests.is_due(self._clock) and not parts[0].retain.now_ns:
             parts = [replace(parts[0], retain=Retain(now_ns=[self._clock()])), *parts[1:]]
@@ -419,6 +424,7 @@ class ReplicaHost(HostState):
 
     def _leave_epoch(self) -> None:
         self.mirror.leave()
+        self.touch()
         self._session, self._resumable, self.has_left = None, False, True
 
     def _opened(self) -> Opened:

@@ -73,6 +73,7 @@ class HostState:
         self.has_left = False
         self._retired: KvplaneError | None = None  # why the replica was removed
         self._owner_epoch = 0  # highest one seen in the page memory
+        self._made_ns = self._used_ns = clock()
 
     # ---- state; read only
 
@@ -127,6 +128,32 @@ class HostState:
     def lease_left_ns(self) -> int | None:
         """Nanoseconds until the session's lease expires, 0 if it has expired; None without a session."""
         return None if self._session is None else self._session.left_ns(self._clock())
+
+    @property
+    def waiting_requests(self) -> int | None:
+        """Number of requests that wait for admission in the engine; None if no connected engine has reported it."""
+        session = self._session
+        return session.waiting_requests if session is not None and not self._is_silent(session) else None
+
+    def touch(self) -> None:
+        """Record that the replica is used: by an engine, a worker, or a call that changes it."""
+        self._used_ns = self._clock()
+
+    @property
+    def lifetime_ns(self) -> int:
+        """Nanoseconds since this host was made: the replica was registered, read from a store, or taken over."""
+        return self._clock() - self._made_ns
+
+    @property
+    def unused_ns(self) -> int:
+        """Nanoseconds since the replica was last used, 0 while it is: while a session is open or opening, a call runs
+        on a thread, or stored entries are read.
+        """
+        is_loading = self.recovering is not None and self.recovering.loading
+        if self.has_live_session or self._lives.is_opening or self.steps.is_aside or is_loading:
+            return 0
+        renewed_ns = self._session.deadline_ns - self._lease_ns if self._session is not None else 0
+        return max(0, self._clock() - max(self._used_ns, renewed_ns))
 
     @property
     def tally(self) -> Tally:

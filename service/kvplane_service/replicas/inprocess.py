@@ -66,11 +66,11 @@ class InProcessTransport:
         answers = self._answers
         return answers.popleft() if answers and isinstance(answers[0], StepResult) else None  # type: ignore[return-value]
 
-    def heartbeat(self) -> None:
+    def heartbeat(self, waiting_requests: int | None = None) -> None:
         """Renew the lease of the session. If the session has ended, raises the reason why it ended."""
         if self._host is None or self._ended is not None:
             raise self._ended or Unavailable("no session is open")
-        self._host.heartbeat(self._nonce)
+        self._host.heartbeat(self._nonce, waiting_requests)
 
     def close(self) -> None:
         """Close the session: its requests are freed, and its keys are kept."""

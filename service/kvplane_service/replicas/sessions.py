@@ -29,6 +29,7 @@ class SessionSlot:
         deadline_ns: end of its lease, by the host's monotonic clock, in nanoseconds.
         broken: whether the stream of the session ended without a close.
         is_held: whether a message of the session waits in the service; meanwhile the lease does not expire.
+        waiting_requests: number of requests that wait for admission in the engine; None = the engine has not said.
     """
 
     nonce: int
@@ -38,6 +39,7 @@ class SessionSlot:
     deadline_ns: int
     broken: bool = False
     is_held: bool = False
+    waiting_requests: int | None = None
 
     def left_ns(self, now_ns: int) -> int:
         """Return the nanoseconds until the lease expires, 0 if it has expired."""

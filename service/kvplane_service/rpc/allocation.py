@@ -38,7 +38,7 @@ class AllocationServicer:
     def __init__(self, registry: VisibleReplicas, streams: SessionStreams, durable: Durable) -> None:
         self._registry = registry
         self._streams = streams
-        self._keeper = durable.keeper
+        self._keeper, self._ownership = durable.keeper, durable.ownership
         self._draining = False
         self._offload = Executor("new replicas")
         self._building = Turns("new replicas", MAX_REGISTRATIONS)
@@ -60,7 +60,15 @@ class AllocationServicer:
         await self._look_elsewhere(request.replica)
         if not names_policy(request):
             planned = planned.with_policy(self._registry.default_policy(request.replica))
-        registration = Registration(planned.spec, request.num_ranks or 1, request.namespace_digest, planned.plans)
+        registration = Registration(
+            planned.spec,
+            request.num_ranks or 1,
+            request.namespace_digest,
+            planned.plans,
+            registered_by=CALL.get().owner.name,
+            model_name=request.model_name or request.model.model,
+        )
+        await self._resume_expired(request.replica, registration)
         entry = self._registry.find_equal(request.replica, registration)
         if entry is None:
             async with self._building.take():  # limits count the replicas that were built before
@@ -84,6 +92,14 @@ class AllocationServicer:
         if name not in self._registry:
             with contextlib.suppress(UnknownReplica, OwnerUnknown):
                 await self._registry.ensure_local(name)
+
+    async def _resume_expired(self, name: str, registration: Registration) -> None:
+        """Let a stored replica that has expired come back, if this registration equals its own. Does nothing if the
+        store is unavailable.
+        """
+        if name not in self._registry:
+            with contextlib.suppress(UnknownReplica, OwnerUnknown):
+                await self._ownership.resume(name, registration)
 
     async def DeregisterReplica(self, request: pb.DeregisterReplicaRequest, _: bytes) -> Message:  # noqa: N802
         """Remove a replica and delete it from the store. One that an engine uses only for an operator."""
@@ -109,7 +125,7 @@ class AllocationServicer:
             what = f"{request.page_token[:140]!r} is not a page token"
             raise InvalidArgument(what, field="page_token", remedy="send the next_page_token of an earlier answer")
         page = self._registry.page(after, size + 1)
-        answer = pb.ListReplicasResponse(replicas=[encode.encode_summary(one.host) for one in page[:size]])
+        answer = pb.ListReplicasResponse(replicas=[encode.encode_summary(one) for one in page[:size]])
         if len(page) > size:
             answer.next_page_token = _AFTER + page[size - 1].host.name
         return answer

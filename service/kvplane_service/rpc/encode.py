@@ -56,6 +56,7 @@ _COUNTERS = (
     "withdrawn_keys",
     "unaligned_chunks",
 )
+_NS_PER_MS = 1_000_000
 _GROUP_COUNTERS = ("used_blocks", "cached_blocks", "allocated_blocks", "hit_blocks", "evicted_blocks")
 
 
@@ -185,6 +186,10 @@ def encode_description(entry: Entry, report: StoreReport) -> pb.DescribeReplicaR
         retained_prefixes=replica.retained_counts[0],
         retained_blocks=replica.retained_counts[1],
         retain_counts={outcome.name.lower(): count for outcome, count in tally.retentions.items() if count},
+        waiting_requests=host.waiting_requests,
+        model_name=entry.registration.model_name,
+        age_ms=host.lifetime_ns // _NS_PER_MS,
+        last_seen_ms=host.unused_ns // _NS_PER_MS,
     )
 
 
@@ -273,14 +278,20 @@ def encode_counters(replica: ReplicaCore) -> pb.ReplicaCounters:
     )
 
 
-def encode_summary(host: ReplicaHost) -> pb.ReplicaSummary:
+def encode_summary(entry: Entry) -> pb.ReplicaSummary:
     """Return the entry of a replica in the answer of ListReplicas."""
+    host = entry.host
     return pb.ReplicaSummary(
         replica=host.name,
         state=_STATES[host.state],
         epoch=host.epoch,
         num_blocks=host.replica.spec.num_blocks,
         free_blocks=host.replica.free_blocks,
+        running_requests=host.replica.num_running,
+        waiting_requests=host.waiting_requests,
+        model_name=entry.registration.model_name,
+        age_ms=host.lifetime_ns // _NS_PER_MS,
+        last_seen_ms=host.unused_ns // _NS_PER_MS,
     )
 
 

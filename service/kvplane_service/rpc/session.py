@@ -55,6 +55,7 @@ class _Message:
         step: the decoded step, or the error for which it cannot be decoded; None for another kind.
         sent: the message of a mirror.
         mirrored: the decoded steps of a mirror.
+        waiting_requests: as in a heartbeat.
         num_bytes: length of a message with steps.
         seq, part: step number and part index, as sent.
         fingerprint: digest of the message, by which a retried step is recognized.
@@ -67,6 +68,7 @@ class _Message:
     fingerprint: bytes = b""
     sent: pb.SessionRequest | None = None
     mirrored: Sequence[Mirrored] = ()
+    waiting_requests: int | None = None
     num_bytes: int = 0
 
 
@@ -238,7 +240,7 @@ class _Stream:
             elif kind == "step" and not self._is_mirror:
                 await self.write(await self._step(message))
             elif kind == "heartbeat":
-                host.heartbeat(nonce)
+                host.heartbeat(nonce, message.waiting_requests)
             elif kind == "close":
                 await host.close_aside(nonce, self._offload)
                 await self._left(self.replica)
@@ -355,6 +357,8 @@ def _understand(raw: bytes, host: ReplicaHost, parser: Callable[..., pb.SessionR
         return _Message(kind, sent=message, mirrored=mirrored, num_bytes=len(raw))
     if kind == "image":
         return _Message(kind, sent=message)
+    if kind == "heartbeat" and message.heartbeat.HasField("waiting_requests"):
+        return _Message(kind, waiting_requests=message.heartbeat.waiting_requests)
     if kind != "step":
         return _Message(kind)
     decoded: Step | KvplaneError

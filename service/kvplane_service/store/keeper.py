@@ -72,7 +72,7 @@ class Keeper:
         self.process = entropy.draw()  # distinguishes this process from an earlier one at the same address
         self.is_read = False  # the replicas of this service in the store are registered
         self._restored: dict[str, ReplicaRecord] = {}
-        self._released: set[str] = set()
+        self._released: dict[str, bool] = {}  # by replica that is being released: whether it has expired
         self._known: dict[str, int] = {}  # by replica: the process from whose record it was restored
         self._loads = Loads(runtime, config.store_load_ms)
         self._journals: dict[str, ReplicaJournal] = {}
@@ -191,13 +191,17 @@ class Keeper:
         assert self._writer is not None, "there is no store"
         self._writer.note_failure(error)
 
+    @property
+    def store(self) -> IndexStore | None:
+        """The store, None if none is configured."""
+        return self._writer.store if self._writer is not None else None
+
     # -- transfer between services ----------------------------------------------------------------------------------
 
     @property
     def shared_store(self) -> SharedStore | None:
         """The store if several services can use it, otherwise None."""
-        store = self._writer.store if self._writer is not None else None
-        return store if isinstance(store, SharedStore) else None
+        return self.store if isinstance(self.store, SharedStore) else None
 
     async def adopt(self, record: ReplicaRecord) -> None:
         """Take over a replica of another service: register the replica, and read its entries while calls are answered.
@@ -210,20 +214,22 @@ class Keeper:
         self._start_load(record.name, record)
         await self._writer.write_record(record.name)
 
-    async def release(self, names: Sequence[str], reason: KvplaneError) -> None:
+    async def release(self, names: Sequence[str], reason: KvplaneError, *, expired: bool = False) -> None:
         """Release replicas to other services: write all changes of published keys (visible to other clients) to the
-        store, then mark the records as released. `reason` is raised to calls that still use the replicas.
+        store, then mark the records as released, and as `expired` if only a registration may recover them. `reason`
+        is raised to calls that still use the replicas.
         """
         assert self._writer is not None, "there is no store"
         for name in names:
             self._registry.let_go(name, reason)
             self._restored.pop(name, None)  # stops a load of its entries
         try:
-            is_written = await self._write_released(names)
+            is_written = await self._write_released(names, expired)
         except StoreUnavailable:
             is_written = False
         finally:
-            self._released.difference_update(names)
+            for name in names:
+                self._released.pop(name, None)
             for name in self._let_go_of(names):
                 self._leave(name)
         if names and not is_written:
@@ -239,6 +245,14 @@ class Keeper:
         if name in self._registry:
             self._registry.let_go(name, reason)
 
+    async def expired_records(self) -> list[ReplicaRecord]:
+        """Return the records of replicas that expired over `store_ttl_ms` ago. Redis deletes its data itself."""
+        if self.store is None or self.shared_store is not None or not self.is_read:
+            return []
+        now_ms = self._entropy.wall_clock_ms()
+        records = await read_records(self.store, now_ms)
+        return [one for one in records if one.expired and now_ms - one.written_ms > self._config.store_ttl_ms]
+
     def confirm(self, name: str) -> None:
         """Write the record of the replica again, which names this service as the owner."""
         assert self._writer is not None, "there is no store"
@@ -246,7 +260,7 @@ class Keeper:
 
     # -- internals ---------------------------------------------------------------------------------------------------
 
-    async def _write_released(self, names: Sequence[str]) -> bool:
+    async def _write_released(self, names: Sequence[str], expired: bool) -> bool:
         """Write all changes of the replicas, then their records, marked as released to other services. So a service
         that reads a released record finds all entries. Returns False if the store failed.
         """
@@ -255,7 +269,7 @@ class Keeper:
         if not await self._writer.write_all():
             return False
         for name in self._let_go_of(names):
-            self._released.add(name)
+            self._released[name] = expired
             self._writer.record_changed(name)
         return await self._writer.write_all()
 
@@ -303,7 +317,7 @@ class Keeper:
         self._writer.note_success()
         self.is_read = True
         for record in records:
-            if not self._is_owned_here(record):
+            if record.expired or not self._is_owned_here(record):
                 continue
             try:
                 if not await self._restore(record):
@@ -420,8 +434,8 @@ class Keeper:
     def _pack_record(self, entry: Entry, journal: ReplicaJournal) -> bytes:
         now_ms = self._entropy.wall_clock_ms()
         host = entry.host
-        released = host.name in self._released
-        by = (self.owner, now_ms, released, self.process, journal.disk_incarnation)
+        released, expired = host.name in self._released, self._released.get(host.name, False)
+        by = (self.owner, now_ms, released, self.process, journal.disk_incarnation, expired)
         return pack_record(ReplicaRecord(host.name, entry.registration, host.epoch, journal.log.incarnation, *by))
 
     async def _superseded(self, name: str, journal: ReplicaJournal, number: int) -> bool:

@@ -18,9 +18,9 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
-from kvplane.base.errors import KvplaneError, Unavailable
+from kvplane.base.errors import KvplaneError, NotFound, Unavailable
 from kvplane_service.config import Config
-from kvplane_service.registry import Registry, UnknownReplica
+from kvplane_service.registry import Registration, Registry, UnknownReplica
 from kvplane_service.store.errors import STORE_ERRORS, StoreUnavailable
 from kvplane_service.store.interface import IndexStore, SharedStore
 from kvplane_service.store.keeper import Keeper
@@ -80,7 +80,7 @@ class Ownership:
             if name in self._registry:
                 return
             record = await self._read(store, name)
-            if record is None:
+            if record is None or record.expired:
                 raise UnknownReplica(name)
             if await self._is_owned(store, record):
                 raise moved(record)
@@ -89,6 +89,69 @@ class Ownership:
             why = "released it" if record.released else "has ended"
             _log.info("this service adopts %s from the service at %s, which %s", name, record.owner, why)
             await self._keeper.adopt(record)
+
+    async def resume(self, name: str, registration: Registration) -> None:
+        """Let a replica come back that has expired, since it is registered again. If the registration is another one,
+        delete what the store has of the old one.
+
+        Raises Unavailable (this service shuts down, or the store does not answer), LimitExceeded.
+        """
+        store = self._keeper.store
+        if store is None:
+            return
+        async with self._lock(name):
+            record = None if name in self._registry else await self._read(store, name)
+            if record is None or not record.expired:
+                return
+            if self._leaving:
+                raise _shutting_down()
+            old = record.registration
+            if registration.registered_by == old.registered_by and registration.agrees_with(old):
+                _log.info("%s is registered again: its keys come back from the store", name)
+                await self._keeper.adopt(record)
+            else:
+                await self._delete(record)
+
+    async def expire(self, name: str, ttl_ns: int) -> None:
+        """Remove a replica that has not been used for `ttl_ns` nanoseconds; a store keeps its keys. Does nothing while
+        the store does not answer, so that no key is lost.
+        """
+        async with self._lock(name):
+            if name not in self._registry or self._registry.get(name).host.unused_ns < ttl_ns:
+                return
+            what = f"{name} has expired: nothing has used it for {ttl_ns // 10**9} s"
+            reason = NotFound(what, field="replica", remedy="register it again, or raise replica_ttl_ms")
+            if not self._keeper.is_on:
+                self._registry.let_go(name, reason)
+            else:
+                try:
+                    self._keeper.check_answers()
+                except StoreUnavailable:
+                    return
+                await self._keeper.release([name], reason, expired=True)
+            self._registry.num_expired += 1
+            _log.info("%s", reason.message)
+
+    async def drop_expired(self) -> None:
+        """Delete the replicas from the store that expired long ago, if the store does not do so itself."""
+        try:
+            records = await self._keeper.expired_records()
+        except STORE_ERRORS as error:
+            self._keeper.note_failure(error)
+            return
+        for record in records:
+            async with self._lock(record.name):
+                if record.name not in self._registry:
+                    await self._delete(record)
+
+    async def _delete(self, record: ReplicaRecord) -> None:
+        try:
+            store = self._keeper.store
+            assert store is not None, "the record was read from it"
+            await store.drop(record.log)
+            await store.drop_record(record.name)
+        except STORE_ERRORS as error:
+            self._keeper.note_failure(error)
 
     async def release(self, name: str) -> None:
         """Release a replica, so that another service may adopt (take over) the replica; do nothing if it is not

@@ -17,7 +17,7 @@ from kvplane.base.errors import KvplaneError, Moved, Unavailable
 from kvplane.base.groups import EvictionPolicy
 from kvplane.base.stamps import MAX_EPOCH
 from kvplane.v1 import plan_pb2, replica_pb2
-from kvplane_service.registry import Registration
+from kvplane_service.registry import Registration, is_model_name
 from kvplane_service.replicas.stamps import Contents
 from kvplane_service.store.errors import RecordRefused, Refusal
 from kvplane_service.store.interface import LogName
@@ -37,6 +37,7 @@ class ReplicaRecord:
         owner: address of the service that wrote the record.
         written_ms: time of writing, in milliseconds since 1970.
         released: True if the owner has released the replica to other services.
+        expired: True if the owner has released it because nothing used it: only a registration recovers it.
         disk_incarnation: number that identifies what the disk tiers hold that the log describes, 0 = unknown.
         process: random number of the process that wrote the record, because another process may reuse the address.
     """
@@ -50,6 +51,7 @@ class ReplicaRecord:
     released: bool = False
     process: int = 0
     disk_incarnation: int = 0
+    expired: bool = False
 
     @property
     def contents(self) -> Contents:
@@ -86,6 +88,7 @@ def pack_record(record: ReplicaRecord) -> bytes:
         "namespace": _text(registration.namespace_digest),
         "nonce": registration.nonce,
         "registered_by": registration.registered_by,
+        "model_name": registration.model_name,
         "plans": [_text(wire.encode_plan(plan).SerializeToString()) for plan in registration.plans],
         "epoch": record.epoch,
         "incarnation": record.incarnation,
@@ -94,6 +97,7 @@ def pack_record(record: ReplicaRecord) -> bytes:
         "released": record.released,
         "process": record.process,
         "disk_incarnation": record.disk_incarnation,
+        "expired": record.expired,
     }
     return seal(REGISTRATION, json.dumps(content, separators=(",", ":")).encode())
 
@@ -111,6 +115,7 @@ def unpack_record(raw: bytes) -> ReplicaRecord:
             tuple(wire.decode_plan(plan) for plan in plans),
             str(content.get("registered_by", "")),  # records of earlier versions have no owner
             _number(content.get("nonce", 0), 1 << 64),
+            name if is_model_name(name := str(content.get("model_name", ""))) else "",
         )
         return ReplicaRecord(
             str(content["name"]),
@@ -122,6 +127,7 @@ def unpack_record(raw: bytes) -> ReplicaRecord:
             bool(content.get("released", False)),
             _number(content.get("process", 0), 1 << 64),  # records of earlier versions have none
             _number(content.get("disk_incarnation", 0), 1 << 64),  # nor this
+            bool(content.get("expired", False)),
         )
     except Exception as error:  # whatever a forged body raises ends here
         raise RecordRefused(Refusal.IMPOSSIBLE, f"{type(error).__name__}: {error}") from error

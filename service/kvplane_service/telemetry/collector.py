@@ -197,6 +197,13 @@ _FAMILIES = (
         ("reason",),
         lambda host: [((name,), host.tally.refusals[status]) for status, name in REFUSALS.items()],
     ),
+    Family(
+        GaugeMetricFamily,
+        "kvplane_waiting_requests",
+        "Requests that wait for admission, as the engine reports it; absent if it does not.",
+        (),
+        lambda host: [] if host.waiting_requests is None else [((), host.waiting_requests)],
+    ),
     _gauge("kvplane_retained_prefixes", "Prefixes that are retained.", lambda host: host.replica.retained_counts[0]),
     _gauge(
         "kvplane_retained_blocks",
@@ -330,6 +337,14 @@ class ServiceCollector(Collector):
         )
         budget.add_metric((), self._registry.logs.max_bytes)
         yield budget
+        room = GaugeMetricFamily("kvplane_max_replicas", "Largest number of replicas (max_replicas).", labels=())
+        room.add_metric((), self._registry.max_replicas)
+        yield room
+        expired = CounterMetricFamily(
+            "kvplane_expired_replicas", "Replicas that nothing had used for replica_ttl_ms.", labels=()
+        )
+        expired.add_metric((), self._registry.num_expired)
+        yield expired
 
     def _of(self, entries: Sequence[Entry]) -> Iterator[Metric]:
         """Yield the metric families that have a value per replica, with the values of these registered replicas."""

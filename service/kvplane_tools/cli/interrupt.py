@@ -1,4 +1,4 @@
-"""Ctrl-C: SIGINT ends a command as KeyboardInterrupt, at a place where an exception does no harm."""
+"""Ctrl-C and SIGTERM end a command as KeyboardInterrupt, at a place where an exception does no harm."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ _GRPC_WAITS = {"_wait_once", "_blocking"}
 
 
 class Interrupt:
-    """Handler of SIGINT: raises KeyboardInterrupt once, and ends the process LIMIT_S seconds later in any case.
+    """Handler of SIGINT and SIGTERM: raises KeyboardInterrupt once, and ends the process LIMIT_S seconds later anyway.
 
     Between two statements of gRPC an exception leaves a channel that never closes: the handler runs again RETRY_S
     seconds later. It does so too where Python discards the exception, as in the finalizer of an object or a generator.
-    A second SIGINT ends the process at once.
+    A second signal ends the process at once.
 
     The handler uses timers of the kernel and of C only: a thread takes a lock of `threading` when it starts, which the
     interrupted code may hold. The timer of C ends a process that executes no Python code any more (exit code 1).
     """
 
     def __init__(self) -> None:
-        self._end = 0.0  # on time.monotonic(); 0 = no SIGINT yet
+        self._end = 0.0  # on time.monotonic(); 0 = no signal yet
         self._raised = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Handle SIGINT, or SIGALRM of the own timer."""
+        """Handle SIGINT, SIGTERM, or SIGALRM of the own timer."""
         now = time.monotonic()
         if not self._end:
             self._end = now + LIMIT_S
             signal.signal(signal.SIGALRM, self)
             faulthandler.dump_traceback_later(LIMIT_S + 1, exit=True, file=2)
-        elif now >= self._end or (number == signal.SIGINT and now >= self._end - LIMIT_S + SECOND_S):
+        elif now >= self._end or (number != signal.SIGALRM and now >= self._end - LIMIT_S + SECOND_S):
             os._exit(INTERRUPTED)
         if self._raised:
             return
@@ -74,18 +74,20 @@ def may_raise(frame: FrameType | None) -> bool:
 
 @contextmanager
 def handled() -> Iterator[None]:
-    """Handle SIGINT in the block, unless the parent process lets it be ignored."""
+    """Handle SIGINT and SIGTERM in the block, unless the parent process lets SIGINT be ignored."""
     before, hook = signal.getsignal(signal.SIGINT), sys.unraisablehook
     if before is not signal.default_int_handler:
         yield
         return
     interrupt = Interrupt()
     signal.signal(signal.SIGINT, interrupt)
+    terminate = signal.signal(signal.SIGTERM, interrupt)
     sys.unraisablehook = interrupt.discarded
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGTERM, terminate)
         sys.unraisablehook = hook
         # At its end Python gives signals their default action, by which a late SIGALRM would kill the process.
         signal.setitimer(signal.ITIMER_REAL, 0)

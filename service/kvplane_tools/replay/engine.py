@@ -27,6 +27,8 @@ NEVER_FITS = "never fits the empty pool"
 class StepSession(Protocol):
     """The part of `kvplane.Session` that the engine uses."""
 
+    waiting_requests: int | None
+
     @property
     def spec(self) -> ReplicaSpec:
         """The settings of the replica."""
@@ -108,6 +110,7 @@ class Engine:
         part = self._scheduler.plan()
         part.cache.jobs_done = self._jobs.popleft()
         self.tally.ended += list(part.facts.end).count(End.FREE)
+        self._session.waiting_requests = self.num_waiting
         self._session.submit(part)
         for request in islice(self._scheduler.waiting, self._config.admit_rows):
             assert isinstance(request, LiveRequest), "only requests of traces are queued"

@@ -45,8 +45,8 @@ class AsyncSessionTransport(Protocol):
         """Wait for the service's next answer: the result of a step, or the refusal of a step."""
         ...
 
-    async def heartbeat(self) -> None:
-        """Send a heartbeat, so that the session's lease does not expire."""
+    async def heartbeat(self, waiting_requests: int | None = None) -> None:
+        """Send a heartbeat, so that the session's lease does not expire, with the number of waiting requests."""
         ...
 
     async def close(self) -> None:
@@ -200,7 +200,7 @@ class Session(SessionView):
         elif isinstance(action, Open):
             return await self._transport.open(action.request)
         elif isinstance(action, Heartbeat):
-            await self._transport.heartbeat()
+            await self._transport.heartbeat(action.waiting_requests)
         elif isinstance(action, Close):
             await self._transport.close()
         elif isinstance(action, Pause):

@@ -133,14 +133,16 @@ class GrpcTransport:
         """Return the next answer if it is here and a result; None otherwise. Raises nothing."""
         return self._stream.ready() if self._stream is not None else None
 
-    async def heartbeat(self) -> None:
-        """Send a heartbeat. If the stream has ended, raise the error with which it ended."""
+    async def heartbeat(self, waiting_requests: int | None = None) -> None:
+        """Send a heartbeat, with the number of waiting requests. If the stream has ended, raise the error with which it
+        ended.
+        """
         if self._stream is None or self._stream.call.done():
             with moving_is_breaking():
                 await self._require_stream().raise_end()
         with suppress(DeadlineExceeded):
             async with self._within(self._step_timeout_s):
-                await self._write(stream_messages.heartbeat_message())
+                await self._write(stream_messages.heartbeat_message(waiting_requests))
 
     async def close(self) -> None:
         """Close the stream and wait up to two seconds until the service has ended it. A service that has ended the

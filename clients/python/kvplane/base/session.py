@@ -191,7 +191,7 @@ class SessionTransport(Protocol):
         """
         ...
 
-    def heartbeat(self) -> None:
+    def heartbeat(self, waiting_requests: int | None = None) -> None:
         """Send a heartbeat, so that the session's lease does not expire."""
         ...
 

@@ -83,6 +83,8 @@ class MirrorSender:
 
     Attributes:
         ended: why the replica is not mirrored any more; None while the sender tries to.
+        waiting_requests: number of requests that wait for admission in the engine, for the service's metrics; the
+            engine sets it, None = not reported.
         num_submitted: iterations submitted.
     """
 
@@ -117,6 +119,8 @@ class MirrorSender:
         self._problem: KvplaneError | None = Unavailable("the service has not been reached yet")
         self.ended: KvplaneError | None = None
         self.num_submitted = 0
+        self.waiting_requests: int | None = None
+        self._reported_s = 0.0  # when it was last sent on this stream
         self._thread = threading.Thread(target=self._run, name=f"kvplane-mirror-{request.replica}", daemon=True)
         self._thread.start()
 
@@ -217,6 +221,7 @@ class MirrorSender:
             with self._changed:
                 self._logged.opened(opened.seq, opened.image_wanted, opened.mirror_window)
             self._note(None)
+            self._reported_s = 0.0
             while self._send_next(stream, opened.lease_ms / 1000 / _BEATS_PER_LEASE):
                 pass
             stream.finish()
@@ -225,6 +230,9 @@ class MirrorSender:
 
     def _send_next(self, stream: _MirrorStream, beat_s: float) -> bool:
         """Send one message, or a heartbeat when there is none for a while. Returns False after `close`."""
+        if self.waiting_requests is not None and time.monotonic() - self._reported_s >= beat_s:
+            stream.send(heartbeat_message(self.waiting_requests))
+            self._reported_s = time.monotonic()
         with self._changed:
             message = None
             self._changed.wait_for(lambda: self._stop or stream.error or self._logged.has_message, beat_s)

@@ -23,7 +23,7 @@ _FREE = (
 _log = logging.getLogger("kvplane.registering")
 
 
-def register_engine(client: Client, name: str, spec: ReplicaSpec) -> None:
+def register_engine(client: Client, name: str, spec: ReplicaSpec, model_name: str = "") -> None:
     """Register a replica. If it exists and only its number of blocks (and the watermark, a part of them) differs, it is
     replaced: an engine that measures its free memory finds another number in each life, and its cache starts empty.
 
@@ -34,7 +34,7 @@ def register_engine(client: Client, name: str, spec: ReplicaSpec) -> None:
         Unavailable: a session of the replica with the other number is open; try again when it has ended.
     """
     try:
-        client.register_replica(name, spec)
+        client.register_replica(name, spec, model_name=model_name)
     except AlreadyExists:
         found = client.describe_replica(name)
         registered = decode_spec(found.spec)
@@ -48,5 +48,5 @@ def register_engine(client: Client, name: str, spec: ReplicaSpec) -> None:
                 remedy="end the other engine, or give this one a name of its own",
             ) from None
         client.deregister_replica(name, found.epoch)
-        client.register_replica(name, spec)
+        client.register_replica(name, spec, model_name=model_name)
         _log.warning("%s had %d blocks and has %d now", name, registered.num_blocks, spec.num_blocks)

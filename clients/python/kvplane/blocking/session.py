@@ -274,7 +274,7 @@ class Session(SessionView):
         elif isinstance(action, Open):
             return self._transport.open(action.request)
         elif isinstance(action, Heartbeat):
-            self._transport.heartbeat()
+            self._transport.heartbeat(action.waiting_requests)
         elif isinstance(action, Close):
             self._transport.close()
         elif isinstance(action, Pause):

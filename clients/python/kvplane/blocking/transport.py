@@ -129,12 +129,14 @@ class GrpcTransport:
                 return answer
             self.draining = True
 
-    def heartbeat(self) -> None:
-        """Send a heartbeat. If the stream has ended, raise the error with which it ended."""
+    def heartbeat(self, waiting_requests: int | None = None) -> None:
+        """Send a heartbeat, with the number of waiting requests. If the stream has ended, raise the error with which it
+        ended.
+        """
         stream = self._require_stream()
         with moving_is_breaking():
             stream.check()
-        stream.send(stream_messages.heartbeat_message())
+        stream.send(stream_messages.heartbeat_message(waiting_requests))
 
     def close(self) -> None:
         """Close the stream and wait up to two seconds until the service has ended it. A service that has ended the

@@ -33,6 +33,7 @@ class UnaryCalls(ABC):
         *,
         num_ranks: int = 1,
         namespace_digest: bytes = b"",
+        model_name: str = "",
     ) -> allocation_pb2.RegisterReplicaResponse:
         """Create a replica. A repeated call with equal arguments returns the existing replica.
 
@@ -41,12 +42,13 @@ class UnaryCalls(ABC):
             source: the KV cache groups, or a model or layers from which the service computes them.
             num_ranks: ranks of the engine; all have the same memory layout.
             namespace_digest: digest of everything else that cached bytes depend on, such as the weights.
+            model_name: name of the model, for operators; "" = that of a ModelSource.
 
         Raises:
             AlreadyExists: a replica of this name has other arguments.
             FailedPrecondition: the service does not know the eviction policy.
         """
-        answer = self._do(calls.register_replica(replica, source, num_ranks, namespace_digest))
+        answer = self._do(calls.register_replica(replica, source, num_ranks, namespace_digest, model_name))
         calls.check_policy(source, answer)
         return answer
 

@@ -72,7 +72,13 @@ RECEIVE = Receive()
 
 @dataclass(slots=True)
 class Heartbeat:
-    """The action to send a heartbeat, so that the lease does not expire."""
+    """The action to send a heartbeat, so that the lease does not expire.
+
+    Attributes:
+        waiting_requests: as `SessionView.waiting_requests`.
+    """
+
+    waiting_requests: int | None = None
 
 
 @dataclass(slots=True)
@@ -118,6 +124,7 @@ class SessionMachine:
         self._state: SessionState | None = None
         self.ended: KvplaneError | None = None
         self.resume_refused: KvplaneError | None = None
+        self.waiting_requests: int | None = None
         self._is_up = False
         self.life_nonce = 0  # nonce of the stream that began this engine life
         self._broken_by: KvplaneError = Unavailable("no stream is open")
@@ -261,7 +268,7 @@ class SessionMachine:
         with suppress(KvplaneError):
             with suppress(*BROKEN):
                 if self._is_up:
-                    yield from self._ending(self._use(Heartbeat()))
+                    yield from self._ending(self._use(Heartbeat(self.waiting_requests)))
             if not (self._is_up or self._is_new_life):
                 yield from self._ending(self._reopen())
 

@@ -24,6 +24,17 @@ class SessionView:
     _machine: SessionMachine
 
     @property
+    def waiting_requests(self) -> int | None:
+        """The number of requests that wait for admission in the engine, for the service's metrics; None = not
+        reported. The engine sets it, as often as it likes: the next heartbeat sends it.
+        """
+        return self._machine.waiting_requests
+
+    @waiting_requests.setter
+    def waiting_requests(self, count: int | None) -> None:
+        self._machine.waiting_requests = count
+
+    @property
     def epoch(self) -> int:
         """The epoch of the engine life to which new steps belong."""
         return self._machine.state.epoch

@@ -49,10 +49,15 @@ class Call(Generic[Answer]):
 
 @checked
 def register_replica(
-    replica: str, source: ReplicaSpec | ModelSource | LayerSource, num_ranks: int, namespace_digest: bytes
+    replica: str,
+    source: ReplicaSpec | ModelSource | LayerSource,
+    num_ranks: int,
+    namespace_digest: bytes,
+    model_name: str = "",
 ) -> Call[allocation_pb2.RegisterReplicaResponse]:
     """Build the call that creates a replica."""
     fields = {"replica": replica, "num_ranks": num_ranks, "namespace_digest": namespace_digest}
+    fields["model_name"] = model_name
     request = build(allocation_pb2.RegisterReplicaRequest, "request", {**fields, **wire.encode_source(source)})
     answer = allocation_pb2.RegisterReplicaResponse
     return Call(f"/{ALLOCATION}/RegisterReplica", request, answer, timeout_s=REGISTER_TIMEOUT_S)

@@ -90,20 +90,22 @@ PREFETCH_OUTCOME_TOO_LATE: PrefetchOutcome
 PREFETCH_OUTCOME_TOO_MANY: PrefetchOutcome
 
 class RegisterReplicaRequest(_message.Message):
-    __slots__ = ("replica", "spec", "model", "layers", "num_ranks", "namespace_digest")
+    __slots__ = ("replica", "spec", "model", "layers", "num_ranks", "namespace_digest", "model_name")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     replica: str
     spec: _replica_pb2.ReplicaSpec
     model: _replica_pb2.ModelSource
     layers: _replica_pb2.LayerSource
     num_ranks: int
     namespace_digest: bytes
-    def __init__(self, replica: _Optional[str] = ..., spec: _Optional[_Union[_replica_pb2.ReplicaSpec, _Mapping]] = ..., model: _Optional[_Union[_replica_pb2.ModelSource, _Mapping]] = ..., layers: _Optional[_Union[_replica_pb2.LayerSource, _Mapping]] = ..., num_ranks: _Optional[int] = ..., namespace_digest: _Optional[bytes] = ...) -> None: ...
+    model_name: str
+    def __init__(self, replica: _Optional[str] = ..., spec: _Optional[_Union[_replica_pb2.ReplicaSpec, _Mapping]] = ..., model: _Optional[_Union[_replica_pb2.ModelSource, _Mapping]] = ..., layers: _Optional[_Union[_replica_pb2.LayerSource, _Mapping]] = ..., num_ranks: _Optional[int] = ..., namespace_digest: _Optional[bytes] = ..., model_name: _Optional[str] = ...) -> None: ...
 
 class RegisterReplicaResponse(_message.Message):
     __slots__ = ("spec", "bytes_per_block", "max_concurrency", "warnings", "epoch")
@@ -190,7 +192,7 @@ class DescribeReplicaRequest(_message.Message):
     def __init__(self, replica: _Optional[str] = ...) -> None: ...
 
 class DescribeReplicaResponse(_message.Message):
-    __slots__ = ("replica", "spec", "state", "epoch", "free_blocks", "running_requests", "seq", "executed_through", "counters", "num_ranks", "common_prefix_blocks", "residency", "workers", "event_seq", "refusals", "preemptions", "removed_keys", "slowest_steps", "store", "busy_blocks", "mirror", "miss_curve", "core", "tiers", "tier_jobs", "tier_counts", "retained_prefixes", "retained_blocks", "retain_counts", "slack_blocks")
+    __slots__ = ("replica", "spec", "state", "epoch", "free_blocks", "running_requests", "seq", "executed_through", "counters", "num_ranks", "common_prefix_blocks", "residency", "workers", "event_seq", "refusals", "preemptions", "removed_keys", "slowest_steps", "store", "busy_blocks", "mirror", "miss_curve", "core", "tiers", "tier_jobs", "tier_counts", "retained_prefixes", "retained_blocks", "retain_counts", "slack_blocks", "waiting_requests", "model_name", "age_ms", "last_seen_ms")
     class RefusalsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -263,6 +265,10 @@ class DescribeReplicaResponse(_message.Message):
     RETAINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     RETAIN_COUNTS_FIELD_NUMBER: _ClassVar[int]
     SLACK_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    LAST_SEEN_MS_FIELD_NUMBER: _ClassVar[int]
     replica: str
     spec: _replica_pb2.ReplicaSpec
     state: ReplicaState
@@ -293,7 +299,11 @@ class DescribeReplicaResponse(_message.Message):
     retained_blocks: int
     retain_counts: _containers.ScalarMap[str, int]
     slack_blocks: int
-    def __init__(self, replica: _Optional[str] = ..., spec: _Optional[_Union[_replica_pb2.ReplicaSpec, _Mapping]] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., epoch: _Optional[int] = ..., free_blocks: _Optional[int] = ..., running_requests: _Optional[int] = ..., seq: _Optional[int] = ..., executed_through: _Optional[int] = ..., counters: _Optional[_Union[ReplicaCounters, _Mapping]] = ..., num_ranks: _Optional[int] = ..., common_prefix_blocks: _Optional[_Iterable[int]] = ..., residency: _Optional[_Union[Residency, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[_plan_pb2.WorkerInfo, _Mapping]]] = ..., event_seq: _Optional[int] = ..., refusals: _Optional[_Mapping[str, int]] = ..., preemptions: _Optional[_Mapping[str, int]] = ..., removed_keys: _Optional[_Mapping[str, int]] = ..., slowest_steps: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., store: _Optional[_Union[StoreStatus, _Mapping]] = ..., busy_blocks: _Optional[int] = ..., mirror: _Optional[_Union[MirrorStatus, _Mapping]] = ..., miss_curve: _Optional[_Union[MissCurve, _Mapping]] = ..., core: _Optional[_Union[CoreStatus, _Mapping]] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., tier_jobs: _Optional[_Mapping[str, int]] = ..., tier_counts: _Optional[_Mapping[str, int]] = ..., retained_prefixes: _Optional[int] = ..., retained_blocks: _Optional[int] = ..., retain_counts: _Optional[_Mapping[str, int]] = ..., slack_blocks: _Optional[int] = ...) -> None: ...
+    waiting_requests: int
+    model_name: str
+    age_ms: int
+    last_seen_ms: int
+    def __init__(self, replica: _Optional[str] = ..., spec: _Optional[_Union[_replica_pb2.ReplicaSpec, _Mapping]] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., epoch: _Optional[int] = ..., free_blocks: _Optional[int] = ..., running_requests: _Optional[int] = ..., seq: _Optional[int] = ..., executed_through: _Optional[int] = ..., counters: _Optional[_Union[ReplicaCounters, _Mapping]] = ..., num_ranks: _Optional[int] = ..., common_prefix_blocks: _Optional[_Iterable[int]] = ..., residency: _Optional[_Union[Residency, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[_plan_pb2.WorkerInfo, _Mapping]]] = ..., event_seq: _Optional[int] = ..., refusals: _Optional[_Mapping[str, int]] = ..., preemptions: _Optional[_Mapping[str, int]] = ..., removed_keys: _Optional[_Mapping[str, int]] = ..., slowest_steps: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., store: _Optional[_Union[StoreStatus, _Mapping]] = ..., busy_blocks: _Optional[int] = ..., mirror: _Optional[_Union[MirrorStatus, _Mapping]] = ..., miss_curve: _Optional[_Union[MissCurve, _Mapping]] = ..., core: _Optional[_Union[CoreStatus, _Mapping]] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., tier_jobs: _Optional[_Mapping[str, int]] = ..., tier_counts: _Optional[_Mapping[str, int]] = ..., retained_prefixes: _Optional[int] = ..., retained_blocks: _Optional[int] = ..., retain_counts: _Optional[_Mapping[str, int]] = ..., slack_blocks: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., model_name: _Optional[str] = ..., age_ms: _Optional[int] = ..., last_seen_ms: _Optional[int] = ...) -> None: ...
 
 class TierStatus(_message.Message):
     __slots__ = ("kind", "num_blocks", "held_blocks", "shadow_blocks", "free_blocks", "hit_tokens", "groups", "retained_blocks")
@@ -425,18 +435,28 @@ class ListReplicasRequest(_message.Message):
     def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
 
 class ReplicaSummary(_message.Message):
-    __slots__ = ("replica", "state", "epoch", "num_blocks", "free_blocks")
+    __slots__ = ("replica", "state", "epoch", "num_blocks", "free_blocks", "running_requests", "waiting_requests", "model_name", "age_ms", "last_seen_ms")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    LAST_SEEN_MS_FIELD_NUMBER: _ClassVar[int]
     replica: str
     state: ReplicaState
     epoch: int
     num_blocks: int
     free_blocks: int
-    def __init__(self, replica: _Optional[str] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., epoch: _Optional[int] = ..., num_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ...) -> None: ...
+    running_requests: int
+    waiting_requests: int
+    model_name: str
+    age_ms: int
+    last_seen_ms: int
+    def __init__(self, replica: _Optional[str] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., epoch: _Optional[int] = ..., num_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., model_name: _Optional[str] = ..., age_ms: _Optional[int] = ..., last_seen_ms: _Optional[int] = ...) -> None: ...
 
 class ListReplicasResponse(_message.Message):
     __slots__ = ("replicas", "next_page_token")
@@ -859,8 +879,10 @@ class SessionRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[SessionOpen, _Mapping]] = ..., step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., close: _Optional[_Union[SessionClose, _Mapping]] = ..., mirrored_steps: _Optional[_Union[MirroredSteps, _Mapping]] = ..., image: _Optional[_Union[ImageSlice, _Mapping]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("waiting_requests",)
+    WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    waiting_requests: int
+    def __init__(self, waiting_requests: _Optional[int] = ...) -> None: ...
 
 class SessionClose(_message.Message):
     __slots__ = ()

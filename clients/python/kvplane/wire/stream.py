@@ -46,9 +46,9 @@ def step_message(step: Step, max_bytes: int) -> bytes:
     return message
 
 
-def heartbeat_message() -> SessionRequest:
-    """Return the message that keeps the lease."""
-    return SessionRequest(heartbeat=Heartbeat())
+def heartbeat_message(waiting_requests: int | None = None) -> SessionRequest:
+    """Return the message that keeps the lease, with the number of waiting requests if it is known."""
+    return SessionRequest(heartbeat=Heartbeat(waiting_requests=waiting_requests))
 
 
 def close_message() -> SessionRequest:

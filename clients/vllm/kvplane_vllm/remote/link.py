@@ -181,6 +181,11 @@ class Link:
         self.answered = result.seq
         return result
 
+    def report_waiting(self, count: int) -> None:
+        """Report how many requests wait for admission."""
+        if self._session is not None:
+            self._session.waiting_requests = count
+
     def write_stamps(self, orders: Orders) -> None:
         """Write the stamps of orders into the page memory, if it outlives the engine."""
         if self._memory is not None:

@@ -115,8 +115,9 @@ def _measure(client: Client, load: Load, number: int) -> Figures:
 
     name = f"bench-{secrets.token_hex(4)}"
     length = load.prompt + load.output
-    client.register_replica(name, ModelSource(model=load.model, num_blocks=load.num_blocks, max_model_len=length))
+    source = ModelSource(model=load.model, num_blocks=load.num_blocks, max_model_len=length)
     try:
+        client.register_replica(name, source)
         with client.session(name) as session:
             whole_s, waits_ns, tokens = _run(session, load, number)
         counters = client.describe_replica(name).counters
