@@ -166,8 +166,9 @@ def configuration_page() -> str:
     """Return the page of the configuration keys."""
     head = """
 A key is set, in this order of precedence, by `kvplane serve --set KEY=VALUE`, by the environment variable `KVPLANE_`
-followed by the key in capitals, or in the YAML file that `--config` names. Limits are inclusive. `kvplane config`
-prints the values in force and where each comes from.
+followed by the key in capitals, or in the YAML file that `--config` names. A plain number is in the unit that the key
+ends with; `10s`, `250ms`, `8GiB` and `64MB` state their own. A key that stands twice in a file is refused. Limits are
+inclusive. `kvplane config` prints the values in force and where each comes from.
 """
     rows = (
         (f"`{name}`", f"`{field.default}`" if str(field.default) else "empty", cell(field.description or ""))

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
-import yaml
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import HashAlgorithm
+from kvplane.base.settings_file import in_named_units, parse_yaml
 from kvplane_fleet.policies import Policy
 
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
@@ -100,12 +100,14 @@ def load(path: Path) -> FleetSettings:
         InvalidArgument: it is not readable, or a value is wrong.
     """
     try:
-        content = yaml.safe_load(path.read_bytes())
+        content = parse_yaml(path.read_bytes())
+        if isinstance(content, dict) and isinstance(content.get("router"), dict):
+            content["router"] = in_named_units(content["router"])
         settings = msgspec.convert(content, FleetSettings)
-    except (OSError, yaml.YAMLError, UnicodeError, RecursionError) as error:
-        raise InvalidArgument(f"{path} cannot be read: {error}", field="fleet", remedy="name a YAML file") from error
     except msgspec.ValidationError as error:
         raise InvalidArgument(f"{path}: {error}", field="places", remedy="see docs/fleet.md") from error
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(f"{path} cannot be read: {error}", field="fleet", remedy="name a YAML file") from error
     for place in settings.places:
         if (place.service is None) == (place.events is None):
             raise InvalidArgument(

@@ -1,7 +1,8 @@
 """Load and validate the configuration: one frozen `Config` from command-line flags, environment variables, a YAML file
 and defaults, in this order of precedence.
 
-Keys are flat and end with their unit. The environment variable of a key is KVPLANE_ followed by the key in capitals.
+Keys are flat and end with the unit of a plain number; "10s" and "8GiB" state their own. The environment variable of a
+key is KVPLANE_ followed by the key in capitals.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, V
 
 from kvplane.base.errors import InvalidArgument, NotFound
 from kvplane.base.groups import MAX_BLOCKS, MAX_GROUPS
+from kvplane.base.settings_file import in_named_unit, parse_yaml
 
 ENV_PREFIX = "KVPLANE_"
 DEFAULT_SOURCE = "default"
@@ -346,15 +348,19 @@ def load(
     sources = dict.fromkeys(KEYS, DEFAULT_SOURCE)
     for layer in (_from_file(file) if file else {}, _from_environment(environment), _from_flags(flags)):
         for key, (value, source) in layer.items():
-            values[key] = value
             sources[key] = source
+            try:
+                values[key] = in_named_unit(key, value)
+            except InvalidArgument as error:
+                error.message = f"{value!r} from {source}: {error.message}"
+                raise
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         key = str(first["loc"][0])
         raise InvalidArgument(
-            f"{first['input']!r} from {sources[key]}: {first['msg']}",
+            f"{first['input']!r} from {sources[key]}: {reason_of(first)}",
             field=key,
             remedy=f"its default is {Config.model_fields[key].default!r}",
         ) from None
@@ -364,6 +370,11 @@ def load(
     derived = {key: value for key, value in derived.items() if sources[key] == DEFAULT_SOURCE}
     source = f"{DEFAULT_SOURCE} for {memory_bytes} bytes of memory: {stated_by}"
     return Loaded(config.model_copy(update=derived), sources | dict.fromkeys(derived, source))
+
+
+def reason_of(error: Mapping[str, Any]) -> str:
+    """Return the reason of an error of pydantic, without the kind of exception that it puts before ours."""
+    return str(error["msg"]).removeprefix("Value error, ")
 
 
 def check_together(config: Config) -> None:
@@ -440,16 +451,6 @@ def _from_environment(environment: Mapping[str, str]) -> _Layer:
         elif _nearest(key, 0.8):
             raise _unknown(name, (f"{ENV_PREFIX}{key.upper()}" for key in _nearest(key, 0.8)))
     return layer
-
-
-def parse_yaml(text: bytes) -> object:
-    """Return the content of a YAML file. Raises ValueError for whatever keeps it from being read: PyYAML raises other
-    errors too, such as those of dates, of long numbers and of deep nesting.
-    """
-    try:
-        return yaml.safe_load(text)  # not by libyaml: deep nesting makes it crash the process
-    except (yaml.YAMLError, ArithmeticError, RecursionError, UnicodeError) as error:
-        raise ValueError(" ".join(str(error).split())) from None  # in one line
 
 
 def _from_file(path: Path) -> _Layer:

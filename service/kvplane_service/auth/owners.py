@@ -15,9 +15,10 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from kvplane.base.errors import InvalidArgument
+from kvplane.base.settings_file import in_named_units, parse_yaml
 from kvplane_service.auth.files import read_bytes
 from kvplane_service.auth.scopes import Scope
-from kvplane_service.config import parse_yaml
+from kvplane_service.config import reason_of
 
 KEY = "auth_owners"
 ALL = "*"  # at the end of a pattern: any name that begins with what precedes it
@@ -166,12 +167,15 @@ def _owner(name: str, fields: Any) -> Owner:  # noqa: ANN401 - what YAML holds
     if fields is not None and not isinstance(fields, Mapping):
         what = f"the value of owner {name} is a {type(fields).__name__}, not a mapping"
         raise _refused(what, "write `owner: {key: value}`")
+    given = {str(key): value for key, value in (fields or {}).items()}
+    if isinstance(limits := given.get("limits"), Mapping):
+        given["limits"] = in_named_units(limits)
     try:
-        return Owner(**{"name": name, **{str(key): value for key, value in (fields or {}).items()}})
+        return Owner(**{"name": name, **given})
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, (name, *first["loc"])))
-        raise _refused(f"{where}: {first['msg']}", _remedy(first["type"], str(first["loc"][-1]))) from None
+        raise _refused(f"{where}: {reason_of(first)}", _remedy(first["type"], str(first["loc"][-1]))) from None
 
 
 def _remedy(kind: str, key: str) -> str:
