@@ -138,11 +138,8 @@ def _eviction_of(replica: Replica) -> tuple[int, dict[int, int], list[Any]]:
 
 def _prefer(pool: BlockPool, key: Key, blocks: Sequence[int]) -> None:
     """Let look-ups find the blocks of a key in this order, unless the key has other blocks."""
-    domain, group, digest = key
-    maps = pool.index.get(domain)
-    entry = maps[group].get(digest, NULL_BLOCK) if maps is not None else NULL_BLOCK
-    if not isinstance(entry, int) and sorted(entry) == sorted(blocks):
-        entry[:] = blocks
+    if sorted(pool.index.get(key, ())) == sorted(blocks):
+        pool.index[key][:] = blocks
 
 
 def _request_image(replica: Replica, slot: int) -> RequestImage:
@@ -232,8 +229,4 @@ def _table_state(manager: GroupManager, slot: int) -> tuple[object, ...]:
 
 def _shared_keys(pool: BlockPool) -> Iterator[tuple[Key, tuple[int, ...]]]:
     """Keys of several blocks, these in the order in which they are hit."""
-    for domain, maps in pool.index.items():
-        for group, by_digest in enumerate(maps):
-            for digest, entry in by_digest.items():
-                if not isinstance(entry, int):
-                    yield (domain, group, digest), tuple(entry)
+    return ((key, tuple(blocks)) for key, blocks in pool.index.items() if len(blocks) > 1)

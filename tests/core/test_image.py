@@ -82,7 +82,6 @@ def count_held_blocks_as_states(replica: Replica) -> None:
             for block in others:
                 pool.free._remove(block)
             pool.free.has_state[number] = True
-            pool.free._count()
 
 
 def evicted(engine: RandomEngine) -> list[int]:

@@ -218,19 +218,16 @@ def test_recover_skips_entries_of_reserved_blocks():
     assert (outcome.kept, outcome.unproven) == (2, 1)
 
 
-def test_lazy_keys_become_objects_when_their_blocks_are_touched():
+def test_recovered_keys_are_hit_evicted_and_reset_as_others():
     engine = engine_after(full(), prompts=(PROMPT, "xxxxyyyyz"))
     recover(engine, [engine.replica.entries()], memory(engine))
-    assert engine.pool.count_lazy_keys() == 5
-    assert engine.outside(PROMPT) == 12
-    assert engine.pool.count_lazy_keys() == 5, "a look-up touches nothing"
+    assert (engine.pool.count_keys(), engine.outside(PROMPT)) == (5, 12)
     engine.admit(0, PROMPT)
-    assert engine.pool.count_lazy_keys() == 2
     engine.cache(evicted=[engine.pool.find("", (0,), digests(engine.spec, "xxxx")[0])[0]])
-    assert (engine.pool.count_lazy_keys(), engine.outside("xxxxyyyyz")) == (1, 0)
+    assert (engine.pool.count_keys(), engine.outside("xxxxyyyyz")) == (4, 0)
     engine.end(0)
     engine.cache(reset=True)
-    assert (engine.pool.lazy_keys, engine.keyed(), engine.pool.count_keys()) == (None, [], 0)
+    assert (engine.keyed(), engine.pool.count_keys()) == ([], 0)
 
 
 def test_content_equal_to_recovered_content_is_kept_in_two_blocks():
@@ -254,7 +251,6 @@ def test_recovered_keys_are_evicted_with_removed_events():
     removed = [event.hashes[0] for event in engine.admit(0, "qqqqrrrrsssst").result.events if event.hashes]
     assert set(digests(engine.spec, PROMPT)[:3]) <= set(removed)
     inspect.check(engine.replica)
-    assert engine.pool.lazy_keys is None
 
 
 texts = st.text("ab", min_size=1, max_size=18)

@@ -130,11 +130,12 @@ def test_a_part_that_is_left_out_is_caught(monkeypatch, left_out):
 def test_every_attribute_is_exported_or_named_as_a_setting(mix):
     groups, changes = ROW_MIXES[mix]
     replica = Replica(replica_spec(*groups, **changes))
-    derived = {"num_blocks", "enable_caching", "with_events", "free", "key", "more_keys", "index", "lazy_keys",
+    derived = {"num_blocks", "enable_caching", "with_events", "free", "key", "more_keys", "index",
                "num_groups", "stamped", "_stamp_base", "events", "residency", "retained"}  # fmt: skip
     pool: BlockPool = replica.coordinator.pool
+    stored = {*state_entries.POOL_VALUES}.difference(state_entries.POOL_DERIVED)
     statistics = {*state_entries.POOL_STATISTICS, *state_entries.POOL_STATISTICS_COLUMNS}
-    assert vars(pool).keys() == derived | statistics | {*state_entries.POOL_COLUMNS, *state_entries.POOL_VALUES}
+    assert vars(pool).keys() == derived | statistics | {*state_entries.POOL_COLUMNS, *stored}
     requests: Requests = replica.requests
     columns = {*state_entries.REQUEST_COLUMNS, *state_entries.REQUEST_VALUES}
     assert vars(requests).keys() == {"content", "hit_end", "hints"} | columns

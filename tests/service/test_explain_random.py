@@ -66,12 +66,7 @@ class Model:
     def look(self, causes: set[Cause], by: str = "") -> None:
         """After a step: what is gone went by one of these causes."""
         replica = self.desk.world.host.replica
-        now = {
-            (domain, group, digest)
-            for domain, groups in specification_of(replica).coordinator.pool.index.items()
-            for group, digests in enumerate(groups)
-            for digest in digests
-        }
+        now = set(specification_of(replica).coordinator.pool.index)
         for key in self.present - now:
             self.gone[key] = (causes, by, self.desk.engine.seq)
         for key in now:

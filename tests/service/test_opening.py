@@ -19,7 +19,6 @@ from kvplane.base.session import OpenRequest
 from kvplane.base.step import CacheEvent, End, EventKind, Part, Step
 from kvplane.session.rows import AdmitRow, FactRow, NewsRow, part_of
 from kvplane_core.face import inspect
-from kvplane_core.spec import dropping, freelist, in_flight
 from kvplane_service.replicas import engine_lives as lives
 from kvplane_service.replicas.host import ReplicaState
 from kvplane_service.replicas.step_order import UnaryStep
@@ -34,8 +33,6 @@ BLOCKS = 61
 @pytest.fixture(autouse=True)
 def small_slices(monkeypatch):
     """A turn of the event loop after every few blocks."""
-    for module in (dropping, freelist, in_flight):
-        monkeypatch.setattr(module, "SLICE_BLOCKS", 4)
     with suppress(ImportError):  # the compiled core
         monkeypatch.setattr("kvplane_core.face.native.SLICE_BLOCKS", 4)
     monkeypatch.setattr(lives, "SLICE_NS", 0)

@@ -7,9 +7,8 @@ An array is compact, and reading or writing a single entry is fast. Passes over 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from itertools import islice
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +16,6 @@ import numpy.typing as npt
 from kvplane.base.stamps import COUNTER_BITS, EPOCH_BITS, GENERATION_BITS, MAX_COUNTER, MAX_EPOCH, Stamp, in_time
 
 U32, U64 = "I", "Q"  # type codes of columns
-_SORTED, _COMPARED = 1 << 14, 1 << 16  # values that `find_equal` sorts, and compares, in one slice
 PIECE = 1024  # entries of a piece, some microseconds of work each at most
 SLICE_BLOCKS = 4096  # blocks between two yields of a pass over many: a few milliseconds at most
 
@@ -29,19 +27,11 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 Ints: TypeAlias = npt.NDArray[np.integer[Any]]
 Words: TypeAlias = npt.NDArray[np.uint64]
 Mask: TypeAlias = npt.NDArray[np.bool_]
-_T = TypeVar("_T")
 
 
 def zeros(code: str, count: int) -> array[int]:
     """Return a new column of `count` zeros; `code` is the type code of its entries: `U32` or `U64`."""
     return array(code, bytes(count * array(code).itemsize))
-
-
-def pieces(items: Iterable[_T], count: int = PIECE) -> Iterator[list[_T]]:
-    """Yield the items in lists of at most `count`, so that long work can be split."""
-    iterator = iter(items)
-    while piece := list(islice(iterator, count)):
-        yield piece
 
 
 def column(code: str, values: npt.NDArray[Any]) -> array[int]:
@@ -73,38 +63,6 @@ def behind_reset(stamps: Words, last_reset: int) -> Mask:
 def are_equal(some: Sequence[int], others: Sequence[int]) -> bool:
     """Whether two sequences of u64 values are equal."""
     return len(some) == len(others) and (some is others or bool((words_of(some) == words_of(others)).all()))
-
-
-def find_equal(values: array[int]) -> Generator[None, None, tuple[int, ...]]:
-    """Find two equal u64 values other than 0. Returns their two positions, or () if all values differ.
-
-    Yields after each slice of about a millisecond. Each slice sorts only the values that are equal modulo a constant,
-    because a sort of all values would take too long.
-    """
-    words = words_of(values)
-    num_parts = 1 + len(words) // _SORTED
-    for part in range(num_parts):
-        found = []
-        for start in range(0, len(words), _COMPARED):
-            piece = words[start : start + _COMPARED]
-            found.append(piece[(piece % np.uint64(num_parts) == part) & (piece != 0)])
-            yield
-        mine = np.sort(np.concatenate(found))
-        twice = mine[1:][mine[1:] == mine[:-1]]
-        if len(twice):
-            return tuple(np.flatnonzero(words == twice[0])[:2].tolist())
-        yield
-    return ()
-
-
-def put_zeros(target: array[int], at: Ints) -> None:
-    """Set the entries at these positions to 0."""
-    np.frombuffer(target, target.typecode)[at] = 0
-
-
-def put_range(target: array[int], at: Ints, first: int) -> None:
-    """Set the entries at these positions to `first`, `first` + 1 and so on."""
-    np.frombuffer(target, target.typecode)[at] = np.arange(first, first + len(at), dtype=target.typecode)
 
 
 def rows_in_order(values: Words) -> Ints:

@@ -26,15 +26,15 @@ function of the operations on the list, so replays, mirrors and loaded states co
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
-from itertools import pairwise, takewhile
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from kvplane.base.checkpoints import CheckpointRule
 from kvplane.base.groups import EvictionPolicy
 from kvplane_core.face.setup import replay_boundaries
-from kvplane_core.spec.freelist import FreeList, Links
+from kvplane_core.spec.freelist import FreeList, put_first
 
 if TYPE_CHECKING:
     from kvplane_core.spec.managers.base import GroupManager
@@ -119,75 +119,47 @@ class WindowTailList(FreeList):
     """
 
     def __init__(self, num_blocks: int) -> None:
-        self._divider = num_blocks + 1
+        self._first: OrderedDict[int, None] = OrderedDict()  # before the divider
         super().__init__(num_blocks)
         self.let_go: Collection[int] = ()
 
     def __iter__(self) -> Iterator[int]:
         """Yield the block ids in eviction order."""
-        return (block for block in super().__iter__() if block != self._divider)
+        return chain(self._first, self._blocks)
 
     def first(self) -> Iterator[int]:
         """Yield the ids of the blocks before the divider."""
-        return takewhile(lambda block: block != self._divider, super().__iter__())
+        return iter(self._first)
+
+    @property
+    def count(self) -> int:
+        """Number of blocks."""
+        return len(self._first) + len(self._blocks)
 
     def pop(self, count: int) -> list[int]:
         """Remove and return the first `count` blocks."""
         assert count <= self.count, f"{count} blocks requested, {self.count} free"
-        follow, divider = self._next, self._divider
-        block, taken, num_first = follow[self.sentinel], list[int](), count
-        while len(taken) < count:
-            if block == divider:
-                num_first = len(taken)
-            else:
-                taken.append(block)
-            block = follow[block]
-        ends = (self.sentinel, block) if num_first == count else (self.sentinel, divider, block)
-        self._join(*ends)
-        self.count -= count
-        self.let_go = set(taken[:num_first])
-        return taken
+        first = [self._first.popitem(last=False)[0] for _ in range(min(count, len(self._first)))]
+        self.let_go = set(first)
+        return first + super().pop(count - len(first))
 
-    def append_left_window(self, blocks: Sequence[int]) -> None:
+    def remove(self, block: int) -> None:
+        """Remove this block, which must be in the list."""
+        del (self._first if block in self._first else self._blocks)[block]
+
+    def prepend(self, blocks: Sequence[int]) -> None:
+        """Put blocks at the front; blocks[0] is evicted next."""
+        put_first(self._first, blocks)
+
+    def append_left_window(self, blocks: Iterable[int]) -> None:
         """Put blocks before the divider; blocks[-1] is evicted last of them."""
-        self._insert(self._previous[self._divider], blocks)
+        self._first.update(dict.fromkeys(blocks))
 
     def rebuild(self, order: Iterable[int], num_first: int | None = None) -> None:
-        """Replace the content of the list by `order`, with the divider behind `num_first` blocks (default: all)."""
+        """As in `FreeList`: the divider is behind the first `num_first` blocks."""
         blocks = list(order)
         num_first = len(blocks) if num_first is None else num_first
-        super().rebuild([*blocks[:num_first], self._divider, *blocks[num_first:]])
-        self.count -= 1
-
-    def replace(self, links: Links) -> None:
-        """Replace the list by links, with the divider before the first block that has a key."""
-        super().replace(links)
-        for column in (self._next, self._previous):
-            column.append(0)
-        self._join(self._previous[links.first_keyed], self._divider, links.first_keyed)
-
-    def put_unkeyed_first(self, key_tokens: array[int], num_keyed: int) -> Generator[None, None, int]:
-        """As in `FreeList`; then put the divider before the first block that has a key."""
-        self._move_divider(self._next[self.sentinel])
-        first = yield from super().put_unkeyed_first(key_tokens, num_keyed)
-        self._move_divider(first)
-        return first
-
-    def links(self) -> Iterator[tuple[int, int]]:
-        """Yield (block, the block before it) in eviction order, the sentinel last, as if there were no divider."""
-        for block, before in super().links():
-            if block != self._divider:
-                yield block, self._previous[before] if before == self._divider else before
-
-    def _move_divider(self, after: int) -> None:
-        divider = self._divider
-        if after != divider:
-            self._join(self._previous[divider], self._next[divider])
-            self._join(self._previous[after], divider, after)
-
-    def _join(self, *blocks: int) -> None:
-        for before, after in pairwise(blocks):
-            self._next[before], self._previous[after] = after, before
+        self._first, self._blocks = OrderedDict.fromkeys(blocks[:num_first]), OrderedDict.fromkeys(blocks[num_first:])
 
 
 class TurnTailList(WindowTailList):
@@ -201,15 +173,11 @@ class TurnTailList(WindowTailList):
         super().__init__(num_blocks)
         self.superseded: dict[int, bool] = {}
 
-    def append(self, blocks: Sequence[int]) -> None:
+    def append(self, blocks: Iterable[int]) -> None:
         """Put blocks at the back, those that are superseded before the divider."""
-        if self.superseded:
-            self.append_left_window([block for block in blocks if self.superseded.get(block)])
-            blocks = [block for block in blocks if not self.superseded.get(block)]
-        super().append(blocks)
+        for block in blocks:
+            (self._first if self.superseded.get(block) else self._blocks)[block] = None
 
-    def forget(self, blocks: Iterable[int]) -> None:
-        """Forget that blocks are superseded, because they lose their keys."""
-        if self.superseded:
-            for block in blocks:
-                self.superseded.pop(block, None)
+    def forget(self, block: int) -> None:
+        """Forget that a block is superseded, because it loses its keys."""
+        self.superseded.pop(block, None)

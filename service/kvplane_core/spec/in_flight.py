@@ -12,14 +12,13 @@ request that registered a key, the key is withdrawn, and requests that adopted i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from typing import NamedTuple
 
 from kvplane.base.groups import CommitRule, EvictionPolicy
 from kvplane.base.step import RemoveReason
-from kvplane_core.face.columns import SLICE_BLOCKS, SLICE_REQUESTS
 from kvplane_core.face.counters import Counters
 from kvplane_core.face.keys import NULL_BLOCK, Key
 from kvplane_core.spec.coordinator import Coordinator
@@ -430,27 +429,23 @@ class InFlightTracker:
             self._blocks.pool.note_use(copies, seq)
             self.release_later(copies, seq if self._safe else 0)
 
-    def abandon(self) -> Generator[None]:
+    def abandon(self) -> None:
         """Release the blocks of all requests at the end of an engine life (the time of one epoch): its steps in flight
         will not be executed.
 
-        Yields after some requests, or after one with many blocks. If the generator is closed early, another call
-        continues the work. The records, and the list of blocks that a load may still write, are kept until `close`.
+        The records, and the list of blocks that a load may still write, are kept until `close`.
         """
         self.under_load |= self._under_load()
         from_tiers = self._blocks.tiers.abandon_loads()
         self.under_load |= set(from_tiers)
         self._blocks.pool.release(from_tiers)
-        pool, returned = self._blocks.pool, self._blocks.pool.num_free
-        for number, slot in enumerate(self._requests.slots(), 1):
+        pool = self._blocks.pool
+        for slot in self._requests.slots():
             if slot in self.held:
                 self.release_held(slot, 0)
             if self._requests.is_live(slot):
                 self._blocks.free(slot)
                 self._requests.end(slot)
-            if number % SLICE_REQUESTS == 0 or pool.num_free - returned >= SLICE_BLOCKS:
-                returned = pool.num_free
-                yield
         while self.waiting:
             pool.release(self.waiting.popleft()[1])
         pool.release(self._blocks.take_copies())

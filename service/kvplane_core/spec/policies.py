@@ -7,8 +7,7 @@ order behind the divider, that of LRU, continues.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ import numpy as np
 from kvplane.base.groups import NULL_BLOCK, EvictionPolicy
 from kvplane_core.face.columns import U64, zeros
 from kvplane_core.spec.eviction import TurnTailList, WindowTailList
-from kvplane_core.spec.freelist import FreeList, Links
+from kvplane_core.spec.freelist import FreeList
 from kvplane_core.spec.hazard import MOST_COUNT, PIECES, Learner, Prompt, check
 from kvplane_core.spec.pool import BlockPool
 from kvplane_core.spec.split import SplitPool
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from kvplane_core.spec.requests import Requests
 
 _BATCH = 64  # parts of the candidates
-_HELD, _BEFORE, _BEHIND = range(3)  # where a block is: not in the list, before the divider, behind it
 
 
 def make_pool(spec: ReplicaSpec) -> BlockPool:
@@ -91,7 +89,7 @@ class HazardList(WindowTailList):
     """
 
     def __init__(self, spec: ReplicaSpec, pool: BlockPool) -> None:
-        self._pool, self._place = pool, bytearray(spec.num_blocks)
+        self._pool = pool
         tokens = spec.num_blocks * max(group.block_size for group in spec.groups)
         self.learner = Learner(max(1, tokens // (len(spec.groups) * spec.hash_block_size)), spec.hash_block_size)
         self.prompts: dict[int, Prompt] = {}
@@ -106,49 +104,13 @@ class HazardList(WindowTailList):
             pieces = (ends <= prompt.seen_end).astype(np.int64) + (ends <= prompt.many_end)
             np.frombuffer(self.owner, np.int64)[np.array(blocks)] = prompt.number * PIECES + pieces
 
-    def append(self, blocks: Sequence[int]) -> None:
-        """Put blocks at the back."""
-        super().append(blocks)
-        self._put(blocks, _BEHIND)
-
-    def prepend(self, blocks: Sequence[int]) -> None:
-        """Put blocks at the front; blocks[0] is evicted next."""
-        super().prepend(blocks)
-        self._put(blocks, _BEFORE)
-
-    def append_left_window(self, blocks: Sequence[int]) -> None:
-        """Put blocks before the divider; blocks[-1] is evicted last of them."""
-        super().append_left_window(blocks)
-        self._put(blocks, _BEFORE)
-
-    def remove(self, block: int) -> None:
-        """Remove this block, which must be in the list."""
-        super().remove(block)
-        self._place[block] = _HELD
-
     def pop(self, count: int) -> list[int]:
         """Remove and return `count` blocks."""
         if self.learner.leads:
-            self._put_before(count - self._count_before(count))
+            self._put_before(count - len(self._first))
         taken = super().pop(count)
-        self._put(taken, _HELD)
         self.let_go = ()
         return taken
-
-    def put_unkeyed_first(self, key_tokens: array[int], num_keyed: int) -> Generator[None, None, int]:
-        """As in `WindowTailList`: no block with a key stays before the divider."""
-        self._place[:] = self._place.replace(bytes([_BEFORE]), bytes([_BEHIND]))
-        return (yield from super().put_unkeyed_first(key_tokens, num_keyed))
-
-    def rebuild(self, order: Iterable[int], num_first: int | None = None) -> None:
-        """As in `WindowTailList`."""
-        super().rebuild(order, num_first)
-        self._find_places()
-
-    def replace(self, links: Links) -> None:
-        """As in `WindowTailList`."""
-        super().replace(links)
-        self._find_places()
 
     def state(self) -> list[Any]:
         """Return what a list has in addition to the order of its blocks; `load` takes it."""
@@ -170,32 +132,15 @@ class HazardList(WindowTailList):
         check(all(0 <= one.number <= now for one in self.prompts.values()), "numbers of prompts")
         check(all(0 <= end < MOST_COUNT for end in ends), "ends in prompts")
 
-    def _put(self, blocks: Iterable[int], place: int) -> None:
-        places = self._place
-        for block in blocks:
-            places[block] = place
-
-    def _count_before(self, most: int) -> int:
-        count, block = 0, self._next[self.sentinel]
-        while count < most and block != self._divider:
-            count, block = count + 1, self._next[block]
-        return count
-
     def _put_before(self, missing: int) -> None:
         """Put at least `missing` blocks of least worth before the divider, if that number has a key."""
-        if missing <= 0:
-            return
         tokens = np.frombuffer(self._pool.key_tokens, np.uint32)
-        at = np.flatnonzero((np.frombuffer(self._place, np.uint8) == _BEHIND) & (tokens > 0))
+        at = np.array(sorted(self._blocks) if missing > 0 else [], np.int64)
+        at = at[tokens[at] > 0]
         if len(at):
             owners, depths = np.frombuffer(self.owner, np.int64)[at], tokens[at].astype(np.int64)
             count = min(len(at), max(missing, len(at) // _BATCH))
             chosen: list[int] = at[self.learner.history.order(owners, depths, count)].tolist()
             for block in chosen:
-                super().remove(block)
+                self.remove(block)
             self.append_left_window(chosen)
-
-    def _find_places(self) -> None:
-        self._place[:] = bytes(len(self._place))
-        self._put(self, _BEHIND)
-        self._put(self.first(), _BEFORE)

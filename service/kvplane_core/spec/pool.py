@@ -9,17 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvplane.base.stamps import MAX_COUNTER, MAX_GENERATION, Stamp
+from kvplane.base.stamps import MAX_COUNTER, MAX_GENERATION, Stamp, in_time
 from kvplane.base.step import EVICTIONS, CacheEvent, EventKind, RemoveReason
 from kvplane_core.face.cache_events import CacheEvents
-from kvplane_core.face.columns import U32, U64, Ints, put_range, put_zeros, zeros
+from kvplane_core.face.columns import U32, U64, zeros
 from kvplane_core.face.counters import Residency
 from kvplane_core.face.interface import INSIDE
 from kvplane_core.face.keys import NULL_BLOCK, Key
-from kvplane_core.spec.dropping import forget_all_keys, keyed_blocks
+from kvplane_core.face.recovery import RecoveredState
 from kvplane_core.spec.freelist import FreeList
-from kvplane_core.spec.key_maps import LAZY_KEY, DigestMap, new_map
-from kvplane_core.spec.keytable import KeyTable
 from kvplane_core.spec.retained import RetainedBlocks
 
 
@@ -40,12 +38,11 @@ class BlockPool:
         self.free = FreeList(num_blocks)
         self.retained = RetainedBlocks(self)  # the free blocks that are evicted after those of `free`
         self.references = [0] * num_blocks
-        self.key: list[Key | None] = [None] * num_blocks  # the primary key or LAZY_KEY, see `key_of`
+        self.key: list[Key | None] = [None] * num_blocks  # the primary key
         self.key_tokens = zeros(U32, num_blocks)  # tokens of the primary key's prefix; 0: no key
         self.key_step = zeros(U64, num_blocks)  # step that registered the key; tentative until it is executed
         self.more_keys: dict[int, dict[Key, int]] = {}  # keys of prefixes that end inside the block: their tokens
-        self.index: dict[str, list[DigestMap]] = {}  # by domain, one map per group
-        self.lazy_keys: KeyTable | None = None  # recovered keys of blocks not used since; not in `index`
+        self.index: dict[Key, list[int]] = {}  # the blocks that have a key, in the order in which they got it
         self.num_groups = num_groups
         self.stamp = zeros(U64, num_blocks)
         self.stamped: dict[int, None] = {}  # blocks whose stamp changed since the orders were last taken, in order
@@ -59,7 +56,6 @@ class BlockPool:
         self.events = CacheEvents()
         self.reserved: list[int] = []  # blocks that are never released (sinks)
         self.busy: set[int] = set()  # blocks that loads of earlier engine lives may still write; each has one reference
-        self.num_evictable = 0  # free blocks with a key
         self.evicted_keys = [0] * num_groups
         self.residency = Residency.empty()
         self._age_base = 0  # added to this epoch's steps, so that a new epoch need not zero the columns
@@ -127,10 +123,6 @@ class BlockPool:
                 continue
             if references[block] == 0:
                 self.retained.leave_free(block)
-                key = self.key[block]
-                self.num_evictable -= key is not None
-                if key is LAZY_KEY:
-                    self.move_to_index(block)
             references[block] += 1
             reuse_gap[(now - max(used[block], base)).bit_length()] += 1
             used[block] = now
@@ -153,7 +145,6 @@ class BlockPool:
         if unkeyed:
             self.free.prepend(unkeyed)
         if keyed:
-            self.num_evictable += len(keyed)
             (self.free.append_left_window if left_window else self.free.append)(self.retained.enter(keyed))
 
     def note_use(self, blocks: Iterable[int], step: int) -> None:
@@ -209,51 +200,26 @@ class BlockPool:
 
         Keys that steps after `horizon` registered are ignored. Changes nothing.
         """
-        maps = self.index.get(domain)
-        if maps is None:
-            return None
         found = []
         for group in groups:
-            entry = maps[group].get(digest)
-            if entry is None:
-                if self.lazy_keys is None:
-                    return None
-                entry = self.lazy_keys.find(domain, group, digest)
-                if entry == NULL_BLOCK:
-                    return None
-            block = entry if isinstance(entry, int) else entry[0]
-            if self.key_step[block] > horizon:
-                block = self._first_within(entry, horizon)
-                if block == NULL_BLOCK:
-                    return None
+            blocks = self.index.get((domain, group, digest), ())
+            block = next((block for block in blocks if self.key_step[block] <= horizon), None)
+            if block is None:
+                return None
             found.append(block)
         return found
 
     def blocks_of(self, key: Key) -> list[int]:
         """Return all blocks that are registered under the key."""
-        domain, group, digest = key
-        maps = self.index.get(domain)
-        entry = maps[group].get(digest, NULL_BLOCK) if maps is not None else NULL_BLOCK
-        if entry == NULL_BLOCK and self.lazy_keys is not None:
-            entry = self.lazy_keys.find(domain, group, digest)
-        blocks = [entry] if isinstance(entry, int) else list(entry)
-        return blocks if blocks != [NULL_BLOCK] else []
+        return list(self.index.get(key, ()))
 
     def key_of(self, block: int) -> Key | None:
         """Return the block's primary key, None if it has no key."""
-        key = self.key[block]
-        if key is LAZY_KEY:
-            assert self.lazy_keys is not None, f"block {block} has a lazy key and no row in the key table"
-            return self.lazy_keys.key_of(block)
-        return key
-
-    def _first_within(self, entry: int | list[int], horizon: int) -> int:
-        blocks = [entry] if isinstance(entry, int) else entry
-        return next((block for block in blocks if self.key_step[block] <= horizon), NULL_BLOCK)
+        return self.key[block]
 
     def has_key(self, block: int, key: Key) -> bool:
         """Whether the block is registered under this key, as its primary key or a further one."""
-        return self.key_of(block) == key or key in self.more_keys.get(block, ())
+        return self.key[block] == key or key in self.more_keys.get(block, ())
 
     def register(self, block: int, key: Key, num_tokens: int) -> None:
         """Add a key to the block, unless the block has it. The first key of a block is its primary key."""
@@ -264,107 +230,27 @@ class BlockPool:
             self.key[block] = key
             self.key_tokens[block] = num_tokens
             self.key_step[block] = self.step
-            self.num_evictable += self.references[block] == 0
         else:
-            if self.key[block] is LAZY_KEY:
-                self.move_to_index(block)
             self.more_keys.setdefault(block, {})[key] = num_tokens
-        if self.lazy_keys is not None:
-            before = self.lazy_keys.find(*key)
-            if before != NULL_BLOCK:
-                self.move_to_index(before)
-        self._add_to_index(block, key)
+        self.index.setdefault(key, []).append(block)
         self.registered.append((block, key))
-
-    def move_to_index(self, block: int) -> None:
-        """Move the key of a block from the table of recovered keys (`KeyTable`) to the index."""
-        self.key[block] = key = self._take_lazy_key(block)
-        self._add_to_index(block, key)
-
-    def _take_lazy_key(self, block: int) -> Key:
-        table = self.lazy_keys
-        assert table is not None, f"block {block} has a lazy key and no row in the key table"
-        key = table.take(block)
-        self._drop_empty_table()
-        return key
-
-    def _drop_empty_table(self) -> None:
-        if self.lazy_keys is not None and not self.lazy_keys.num_keys:
-            self.lazy_keys = None
-            self.index = {domain: maps for domain, maps in self.index.items() if any(maps)}
-
-    def _add_to_index(self, block: int, key: Key) -> None:
-        domain, group, digest = key
-        maps = self.index.get(domain)
-        if maps is None:
-            maps = self.index[domain] = [new_map(self.num_blocks) for _ in range(self.num_groups)]
-        by_digest = maps[group]
-        entry = by_digest.get(digest)
-        if entry is None:
-            by_digest[digest] = block
-        elif isinstance(entry, int):
-            by_digest[digest] = [entry, block]
-        else:
-            entry.append(block)
 
     def unregister(self, block: int) -> list[Key]:
         """Remove and return all keys of the block, the primary key first. Emits no event; the stamp is kept."""
         primary = self.key[block]
         if primary is None:
             return []
-        if primary is LAZY_KEY:
-            keys = [self._take_lazy_key(block)]
-        else:
-            keys = [primary, *self.more_keys.pop(block, ())]
-            for key in keys:
-                self._forget(block, key)
-        self.free.forget((block,))
-        if self.retained.of_key:
-            self.retained.note_lost(block, keys)
+        keys = [primary, *self.more_keys.pop(block, ())]
+        for key in keys:
+            self.index[key].remove(block)
+            if not self.index[key]:
+                del self.index[key]
+        self.free.forget(block)
+        self.retained.note_lost(block, keys)
         self.key[block] = None
         self.key_tokens[block] = 0
         self.key_step[block] = 0
-        self.num_evictable -= self.references[block] == 0
         return keys
-
-    def take_lazy_keys(self, blocks: list[int]) -> Sequence[tuple[str, int, Sequence[bytes], Sequence[int]]]:
-        """Remove the keys of blocks from the packed table of recovered keys (`KeyTable`), before `lose_primary`.
-        Returns (domain, group, digests, blocks) per domain and group.
-        """
-        assert self.lazy_keys is not None, "the pool has no lazy keys"
-        taken = list(self.lazy_keys.take_all(blocks))
-        self._drop_empty_table()
-        return taken
-
-    def lose_primary(self, blocks: list[int], at: Ints) -> None:
-        """Mark blocks, given as a list and as an array, as having no key: their only keys are in no index any more, and
-        the free list has forgotten them.
-        """
-        key = self.key
-        for block in blocks:
-            key[block] = None
-        put_zeros(self.key_tokens, at)
-        put_zeros(self.key_step, at)
-        self.num_evictable -= list(map(self.references.__getitem__, blocks)).count(0)
-
-    def drop_empty(self, domain: str) -> list[DigestMap]:
-        """Remove the domain from the index if no key of it is left; returns its maps, one per group, or []."""
-        if self.lazy_keys is None and domain in self.index and not any(self.index[domain]):
-            return self.index.pop(domain)
-        return []
-
-    def _forget(self, block: int, key: Key) -> None:
-        domain, group, digest = key
-        by_digest = self.index[domain][group]
-        entry = by_digest[digest]
-        if isinstance(entry, int):
-            assert entry == block, f"the index has block {entry} for a key of block {block}"
-            del by_digest[digest]
-            self.drop_empty(domain)
-            return
-        entry.remove(block)
-        if len(entry) == 1:
-            by_digest[digest] = entry[0]
 
     def drop_keys(self, block: int, reason: RemoveReason) -> bool:
         """Remove all keys of a block that is not being allocated; emits REMOVED and changes its stamp. False: none."""
@@ -405,10 +291,28 @@ class BlockPool:
 
     def clear(self) -> None:
         """Remove all keys of all blocks, and give these blocks a new stamp (version number). Emits no events."""
-        for blocks in keyed_blocks(self):
-            for _ in forget_all_keys(self, blocks):
-                pass
-            self.stamped.update(dict.fromkeys(blocks.tolist()))
+        for block in self.keyed():
+            self.unregister(block)
+            self.restamp(block)
+
+    def keyed(self) -> list[int]:
+        """Return the blocks that have a key, ascending."""
+        return [block for block, key in enumerate(self.key) if key is not None]
+
+    def drop_unproven(self, shown: Sequence[int]) -> None:
+        """Drop the keys whose content the page memory does not have any more; the others count as executed.
+
+        `shown`: by block, the stamp (version number of the content) in the memory. The memory has the content if this
+        is the stamp of the pool and was issued after the last reset of the memory, and if the step that registered the
+        key is executed.
+        """
+        for block in self.keyed():
+            proven = block < len(shown) and shown[block] == self.stamp[block]
+            proven = proven and (not shown[NULL_BLOCK] or in_time(shown[block]) > in_time(shown[NULL_BLOCK]))
+            if proven and self.key_step[block] <= self.executed_through:
+                self.key_step[block] = 0
+            else:
+                self.drop_keys(block, RemoveReason.UNVERIFIED)
 
     def _evict(self, block: int) -> None:
         keys = self.unregister(block)
@@ -425,21 +329,31 @@ class BlockPool:
 
     def count_keys(self) -> int:
         """Count the distinct (domain, group, digest) keys."""
-        return sum(self.count_keys_of(group) for group in range(self.num_groups))
-
-    def count_lazy_keys(self) -> int:
-        """Count the recovered keys whose blocks were not used since the recovery."""
-        return self.lazy_keys.num_keys if self.lazy_keys is not None else 0
+        return len(self.index)
 
     def count_keys_of(self, group: int) -> int:
         """Count the distinct (domain, digest) keys of a group."""
-        untouched = self.lazy_keys.count_keys(group) if self.lazy_keys is not None else 0
-        return untouched + sum(len(maps[group]) for maps in list(self.index.values()))  # metrics read it at any time
+        return sum(1 for key in list(self.index) if key[1] == group)  # metrics read it at any time
 
     @property
-    def has_keys(self) -> bool:
-        """Whether any block has a key."""
-        return bool(self.index or self.lazy_keys)
+    def num_evictable(self) -> int:
+        """Number of free blocks with a key."""
+        return sum(1 for block in self.keyed() if not self.references[block])
+
+    def install(self, state: RecoveredState) -> None:
+        """Install recovered keys in this pool, which was not used; it takes ownership of the columns."""
+        assert not self.index, "a pool with keys needs no recovery"
+        stamps_of_reserved = [(block, self.stamp[block]) for block in self.reserved]
+        self.key_tokens, self.stamp = state.key_tokens, state.stamp
+        for block, stamp in stamps_of_reserved:
+            self.stamp[block] = stamp
+        for pair, block, digest in zip(state.pair.tolist(), state.block.tolist(), state.digest, strict=True):
+            self.key[block] = key = (*state.names[pair], digest.tobytes())
+            self.index.setdefault(key, []).append(block)
+        self.free.rebuild(state.free.tolist(), state.num_bare)
+        for block, key in state.further:
+            self.register(block, key, 0)
+        self.registered.clear()
 
     # -- stamps and ages ---------------------------------------------------------------------------------------------
 
@@ -454,15 +368,6 @@ class BlockPool:
             self._next_generation()
         self._counter += 1
         return self._stamp_base + self._counter
-
-    def restamp_all(self, blocks: Ints) -> None:
-        """Give each of these blocks a new stamp (version), in this order. The caller adds them to `stamped`."""
-        if self._counter + len(blocks) > MAX_COUNTER:
-            for block in blocks.tolist():
-                self.restamp(block)
-            return
-        put_range(self.stamp, blocks, self._stamp_base + self._counter + 1)
-        self._counter += len(blocks)
 
     def _next_generation(self) -> None:
         """Raise the generation number, a part of each stamp, since the counter in the stamps is at its maximum."""

@@ -19,12 +19,10 @@ from kvplane.base.step import (
     Part,
     PartResult,
     Peek,
-    RemoveReason,
     Step,
     StepResult,
 )
 from kvplane_core.face.cache_events import CacheEvents
-from kvplane_core.face.columns import words_of
 from kvplane_core.face.contents import Content, hash_alone, hash_news
 from kvplane_core.face.counters import Counters, GroupCounters, Residency
 from kvplane_core.face.entries import Entries
@@ -33,13 +31,11 @@ from kvplane_core.face.keys import NULL_BLOCK
 from kvplane_core.face.recovery import PoolShape, RecoveredState, RecoveryOutcome, verify_entries
 from kvplane_core.face.setup import check_spec
 from kvplane_core.spec.coordinator import Coordinator
-from kvplane_core.spec.dropping import confirm, drop_all_keys, forget_all_keys, keyed_blocks
 from kvplane_core.spec.facts import FactApplier, report_hashes
 from kvplane_core.spec.group_counts import count_by_group, count_common_blocks
 from kvplane_core.spec.in_flight import InFlightTracker
 from kvplane_core.spec.invariants import check_in_slices
-from kvplane_core.spec.published import collect, every_id, replay_events, stored_events
-from kvplane_core.spec.recovered import LazyState, install
+from kvplane_core.spec.published import collect, every_id, stored_events
 from kvplane_core.spec.requests import Requests
 from kvplane_core.spec.resume import Resumption
 from kvplane_core.spec.retaining import retain
@@ -118,34 +114,37 @@ class Replica:
         Returns:
             Number of keys kept. `take_events` returns the REMOVED events of all other keys.
         """
-        for _ in self.end_epoch(stamp_table):
-            pass
+        list(self.end_epoch(stamp_table))
         return self.enter_epoch(epoch, stamp_table, busy, memory_is_new)
 
     def end_epoch(self, stamp_table: Sequence[int] = ()) -> Generator[None]:
-        """Do the long part of `begin_epoch`, in slices: release all requests, and verify or drop all keys; yields
-        between slices.
+        """Do the first part of `begin_epoch`: release all requests, and verify or drop all keys; yields in between.
 
-        No step may be applied before `enter_epoch`. The invariants hold after every slice, so the generator can be
+        No step may be applied before `enter_epoch`. The invariants hold whenever it yields, so the generator can be
         closed before its end; a later call continues with what is left.
         """
         pool = self._pool
-        yield from self.tracker.abandon()
+        self.tracker.abandon()
+        yield
         pool.retained.suspend()
-        if pool.has_keys:
+        if pool.index:
             if not stamp_table and self._keeps_keys:
                 self._keeps_keys = False
                 self.tiers.clear(is_reported=False)
                 if self.spec.events:
                     pool.events.append(CacheEvent(EventKind.CLEARED))
-            yield from self._drop_unproven(stamp_table) if self._keeps_keys else self._drop_all()
-            yield from pool.free.put_unkeyed_first(pool.key_tokens, pool.num_evictable)
-        yield from self.tiers.end_epoch(stamp_table)
+            if self._keeps_keys:
+                pool.drop_unproven(stamp_table)
+            else:
+                pool.clear()
+            yield
+            pool.free.put_unkeyed_first(pool.key_tokens)
+        self.tiers.end_epoch(stamp_table)
 
     def enter_epoch(
         self, epoch: int, stamp_table: Sequence[int] = (), busy: Iterable[int] = (), memory_is_new: bool = False
     ) -> int:
-        """Do the short part of `begin_epoch`, after `end_epoch` with the same stamps.
+        """Do the second part of `begin_epoch`, after `end_epoch` with the same stamps.
 
         Arguments and result are those of `begin_epoch`.
         """
@@ -180,27 +179,18 @@ class Replica:
 
     def verify_entries(self, tables: Sequence[Sequence[int]], stored: Iterable[Entries]) -> RecoveredState:
         """Do the first part of `recover`, on any thread: select the stored entries whose content memory still has."""
-        return LazyState.of(verify_entries(PoolShape.of(self.spec, self.digest_size), tables, stored))
+        return verify_entries(PoolShape.of(self.spec, self.digest_size), tables, stored)
 
     def install_recovered(self, state: RecoveredState) -> RecoveryOutcome:
         """Do the second part of `recover`: install the result of `verify_entries` in this unused replica.
 
-        Takes milliseconds. The third part is `enter_epoch`: requests may resume with the blocks whose stamps (version
+        The third part is `enter_epoch`: requests may resume with the blocks whose stamps (version
         numbers of contents) it is given.
         """
-        assert not self.requests.slots() and not self._pool.has_keys, "only an unused replica can recover"
-        install(self._pool, state if isinstance(state, LazyState) else LazyState.of(state))
+        assert not self.requests.slots(), "only an unused replica can recover"
+        self._pool.install(state)
         self.tiers.install(state.slots)
         return state.outcome
-
-    def _drop_unproven(self, stamp_table: Sequence[int]) -> Generator[None]:
-        shown = words_of(stamp_table)
-        for blocks in keyed_blocks(self._pool):
-            yield from drop_all_keys(self._pool, confirm(self._pool, blocks, shown), RemoveReason.UNVERIFIED)
-
-    def _drop_all(self) -> Generator[None]:
-        for blocks in keyed_blocks(self._pool):
-            yield from forget_all_keys(self._pool, blocks)
 
     def store_empty_ranges(self) -> None:
         """Make empty registrations emit STORED events without hashes, which is needed to replay recordings of version
@@ -297,7 +287,7 @@ class Replica:
 
         Call it after `recover`, when no key waits for the execution of a step.
         """
-        return replay_events(self._pool, [manager.block_size for manager in self.coordinator.managers])
+        return (event for _, event in self.stored_events())
 
     def count_keys(self) -> int:
         """Count the distinct keys of the prefix cache."""

@@ -23,7 +23,6 @@ from kvplane_core.face.interface import MAX_SLOTS
 from kvplane_core.face.keys import NULL_BLOCK
 from kvplane_core.face.reasons import NONE, Refusal
 from kvplane_core.spec.coordinator import Coordinator
-from kvplane_core.spec.dropping import any_key_has
 from kvplane_core.spec.in_flight import InFlightTracker
 from kvplane_core.spec.managers.base import GroupManager
 from kvplane_core.spec.managers.questions import RequestProgress
@@ -81,7 +80,8 @@ class Resumption:
         self._require(late == NULL_BLOCK, "load may write", "loading", late)
         if isinstance(pool, SplitPool):
             self._check_superblocks(pool, names, held)
-        self._require(not any_key_has(pool, stamps, blocks), "two stamps", "blocks")
+        kept = (pool.stamp[block] for block in pool.keyed() if block not in blocks)
+        self._require(stamps.isdisjoint(kept), "two stamps", "blocks")
 
     def _check_tables(self, resume: Resume) -> dict[int, _Name]:
         """Check the tables; returns a name for the content of each block: blocks with equal names must have equal

@@ -302,8 +302,7 @@ class RetainedBlocks(PriorityLists):
 
     def faults(self, is_free: bytearray) -> Iterator[str]:
         """Yield what contradicts itself: exactly the free blocks with a retained key are in these lists, each in that
-        of its priority, and names, keys and counts agree; "" after each slice of work without a fault. Sets
-        `is_free[block]` for these blocks.
+        of its priority, and names, keys and counts agree. Sets `is_free[block]` for these blocks.
         """
         pool, blocks = self._pool, list(self)
         if len(set(blocks)) != len(blocks) or len(blocks) != self.num_free or any(is_free[block] for block in blocks):
@@ -320,7 +319,6 @@ class RetainedBlocks(PriorityLists):
                     expected[block] = max(expected.get(block, 0), one.priority)
             if not one.keys or any(name not in self.of_key.get(key, ()) for key in one.keys):
                 yield f"the keys of {name.owner!r} do not lead to the name"
-            yield ""
         if self.is_active and not self.lost and any(map(self._is_absent, self.of_key)):
             yield "a key is retained that no block and no tier has"
         if expected != self.priority:

@@ -30,18 +30,15 @@ before the blocks which are useless without them, they count as used when their 
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
-
-import numpy as np
 
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.step import RemoveReason
-from kvplane_core.face.columns import U32, Ints, column
 from kvplane_core.face.keys import NULL_BLOCK
+from kvplane_core.face.recovery import RecoveredState
 from kvplane_core.face.setup import SLACK, state_groups
-from kvplane_core.spec.freelist import FreeList, Links
+from kvplane_core.spec.freelist import FreeList
 from kvplane_core.spec.pool import BlockPool
 
 SCARCE = 8
@@ -129,9 +126,9 @@ class SplitPool(BlockPool):
         carried out its last orders. If the state still has its key, it has.
         """
         super().begin_epoch(epoch)
-        has_key = np.frombuffer(self.key_tokens, np.uint32)[:: self.size] > 0
-        lost = (np.array(self.free.held) == 0) & ~has_key
-        np.frombuffer(self.free.has_state, np.uint8)[lost] = 0
+        for number, held in enumerate(self.free.held):
+            if not held and not self.key_tokens[number * self.size]:
+                self.free.has_state[number] = False
 
     # -- superblocks -------------------------------------------------------------------------------------------------
 
@@ -178,12 +175,12 @@ class SplitPool(BlockPool):
                     self.restamp(block)
             self.free.has_state[number] = is_state
 
-    def name_states(self, names: list[tuple[str, int]], pair: Ints, block: Ints) -> None:
-        """Record which superblocks a recovery found states in, before their blocks become free."""
-        groups = np.array([group in self.state_groups for _, group in names], np.bool_)
-        if len(pair):
-            states = block[groups[pair]]
-            np.frombuffer(self.free.has_state, np.uint8)[states // self.size] = 1
+    def install(self, state: RecoveredState) -> None:
+        """As in `BlockPool`; also records which superblocks have states."""
+        for pair, block in zip(state.pair.tolist(), state.block.tolist(), strict=True):
+            if state.names[pair][1] in self.state_groups:
+                self.free.has_state[block // self.size] = True
+        super().install(state)
 
 
 class SplitList(FreeList):
@@ -203,7 +200,6 @@ class SplitList(FreeList):
 
     def __init__(self, pool: SplitPool, size: int) -> None:
         self._pool, self._size = pool, size
-        self.sentinel = pool.num_blocks
         self.whole = FreeList(pool.num_blocks // size)
         self.bare, self.cached = FreeList(pool.num_blocks), FreeList(pool.num_blocks)
         self._list_of: list[FreeList | None] = [None] * pool.num_blocks
@@ -213,7 +209,6 @@ class SplitList(FreeList):
         self.held[0] = size - 1
         self.has_state = bytearray(pool.num_blocks // size)
         self.wanted = 0
-        self._count()
 
     def __iter__(self) -> Iterator[int]:
         """Yield the block ids: those of cut superblocks, without a key first, then whole superblocks; each in eviction
@@ -223,6 +218,11 @@ class SplitList(FreeList):
         yield from self.cached
         for number in self.whole:
             yield from self.blocks(number)
+
+    @property
+    def count(self) -> int:
+        """Number of free blocks, those of whole superblocks included."""
+        return self.bare.count + self.cached.count + self.whole.count * self._size
 
     def blocks(self, number: int) -> range:
         """Return the blocks of a superblock."""
@@ -243,7 +243,6 @@ class SplitList(FreeList):
         for _ in range(count):
             after = self._choose(after + 1)
             taken.append(after)
-        self._count()
         return taken
 
     def pop_whole(self) -> int:
@@ -257,7 +256,6 @@ class SplitList(FreeList):
             self.has_state[number] = True
         self.held[number] = 1
         self.wanted = max(self.wanted - 1, 0)
-        self._count()
         return blocks[0]
 
     def _choose(self, following: int) -> int:
@@ -265,7 +263,7 @@ class SplitList(FreeList):
         bare, whole = self.bare, self.whole.count
         if following % self._size and self._list_of[following] is bare:
             block = following
-        elif bare.count * SLACK > self.sentinel:
+        elif bare.count * SLACK > self._pool.num_blocks:
             block = next(iter(bare))
         elif whole > self.wanted and whole * SCARCE > len(self.held):
             return self._cut()
@@ -299,30 +297,27 @@ class SplitList(FreeList):
             else:
                 self._add([other for other in self.blocks(number) if other != block])
         self.held[number] += 1
-        self._count()
 
     def recut(self, number: int) -> None:
         """Make the blocks behind the first one free: it turned out that no state holds the superblock."""
         self.has_state[number] = False
         self._add([block for block in self.blocks(number)[1:] if not self._pool.references[block]])
-        self._count()
 
     def prepend(self, blocks: Sequence[int]) -> None:
         """Release blocks without a key; blocks[0] is evicted next."""
         for block in reversed(blocks):
             self._release(block, self.bare)
 
-    def append(self, blocks: Sequence[int]) -> None:
+    def append(self, blocks: Iterable[int]) -> None:
         """Release blocks with a key; blocks[-1] is evicted last."""
         for block in blocks:
             self._release(block, self.cached)
 
-    def forget(self, blocks: Iterable[int]) -> None:
-        """Put free blocks that lose their keys before those of cut superblocks that have one."""
-        for block in blocks:
-            if self._list_of[block] is self.cached:
-                self._remove(block)
-                self._put(block, self.bare)
+    def forget(self, block: int) -> None:
+        """Put a free block that loses its keys before those of cut superblocks that have one."""
+        if self._list_of[block] is self.cached:
+            self._remove(block)
+            self._put(block, self.bare)
 
     def _release(self, block: int, joins: FreeList) -> None:
         number = block // self._size
@@ -342,7 +337,6 @@ class SplitList(FreeList):
                     self._remove(other)
             has_key = any(self._pool.key_tokens[blocks[0] : blocks[-1] + 1])
             (self.whole.append if has_key else self.whole.prepend)([number])
-        self._count()
 
     def _add(self, blocks: Sequence[int]) -> None:
         """Add the free blocks of a superblock that is not whole any more."""
@@ -359,24 +353,18 @@ class SplitList(FreeList):
         joined.remove(block)
         self._list_of[block] = None
 
-    def _count(self) -> None:
-        self.count = self.bare.count + self.cached.count + self.whole.count * self._size
-
     # -- the whole list ----------------------------------------------------------------------------------------------
 
-    def put_unkeyed_first(self, key_tokens: array[int], num_keyed: int) -> Generator[None, None, int]:
+    def put_unkeyed_first(self, key_tokens: Sequence[int]) -> None:
         """Move superblocks without a key to the front, as in `FreeList`; of other free blocks they always are."""
-        del num_keyed
-        keyed = column(U32, np.frombuffer(key_tokens, np.uint32).reshape(-1, self._size).max(axis=1, initial=0))
-        count = sum(1 for number in self.whole if keyed[number])
-        return (yield from self.whole.put_unkeyed_first(keyed, count))
+        self.whole.put_unkeyed_first(
+            [max(key_tokens[block] for block in self.blocks(one)) for one in range(len(self.held))]
+        )
 
-    def replace(self, links: Links) -> None:
-        """Replace the list by links of a pool of which no block is held: in the order of the youngest block."""
-        order = np.array(_order(links), np.int64) // self._size
-        numbers, last = np.unique(order[::-1], return_index=True)  # of the reversed order the first is the youngest
-        self.whole.rebuild(numbers[np.argsort(-last, kind="stable")].tolist())
-        self._count()
+    def rebuild(self, order: Iterable[int], num_first: int | None = None) -> None:
+        """Replace the list by that of a pool of which no block is held: in the order of the youngest block."""
+        youngest = dict.fromkeys(block // self._size for block in reversed(list(order)))
+        self.whole.rebuild(reversed(youngest))
 
     def state(self) -> list[Any]:
         """Return what the list has in addition to the order of its blocks; `load` takes it."""
@@ -389,25 +377,15 @@ class SplitList(FreeList):
             raise ValueError(f"{len(has_state)} superblocks, {len(order)} free blocks, {num_loose} of them loose")
         self.has_state = bytearray(has_state)
         self.whole.rebuild([block // self._size for block in order[num_loose :: self._size]])
-        self._list_of = [None] * self.sentinel
+        self._list_of = [None] * self._pool.num_blocks
         for blocks, joins in ((order[:num_bare], self.bare), (order[num_bare:num_loose], self.cached)):
             joins.rebuild(blocks)
             for block in blocks:
                 self._list_of[block] = joins
-        held = np.array(self._pool.references, np.int64).astype(np.bool_).reshape(-1, self._size)
-        self.held = held.sum(axis=1).tolist()
-        self._count()
+        self.held = [
+            sum(map(bool, map(self._pool.references.__getitem__, self.blocks(one)))) for one in range(len(self.held))
+        ]
 
     def list_of(self, block: int) -> FreeList | None:
         """Return the list of cut superblocks in which the block is: `bare`, `cached` or none."""
         return self._list_of[block]
-
-
-def _order(links: Links) -> list[int]:
-    """Return the blocks of a list of links in their order."""
-    order, sentinel = list[int](), len(links.following) - 1
-    block = links.following[sentinel]
-    while block != sentinel:
-        order.append(block)
-        block = links.following[block]
-    return order

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 POOL_COLUMNS = ("references", "key_tokens", "key_step", "stamp")
 POOL_STATISTICS_COLUMNS = ("_born", "_used", "_last_use")
 POOL_VALUES = ("generation", "epoch", "_counter", "step", "executed_through", "num_evictable", "reserved", "busy")
+POOL_DERIVED = ("num_evictable",)
 POOL_STATISTICS = ("_age_base", "evicted_keys", "registered")
 REQUEST_COLUMNS = (
     "live", "running", "held", "serial", "request_id", "domain", "skip_reading", "by_service", "limit", "num_prompt",
@@ -79,7 +80,7 @@ def entries_of(replica: Replica, with_statistics: bool = True) -> Iterator[tuple
         yield "eviction", policy
     yield from (("keys", run) for run in _key_runs(pool))
     yield "more_keys", {block: list(further.items()) for block, further in pool.more_keys.items()}
-    yield "shared", sorted(_shared(pool))
+    yield "shared", sorted((key, blocks) for key, blocks in pool.index.items() if len(blocks) > 1)
     yield "requests", _request_columns(requests) | {name: getattr(requests, name) for name in REQUEST_VALUES}
     yield "tracker", _tracker_state(replica.tracker)
     for manager in replica.coordinator.managers:
@@ -127,19 +128,11 @@ def _request_columns(requests: Requests) -> dict[str, list[Any]]:
     return columns
 
 
-def _shared(pool: BlockPool) -> Iterator[tuple[Key, list[int]]]:
-    for domain, maps in pool.index.items():
-        for group, by_digest in enumerate(maps):
-            for digest, entry in by_digest.items():
-                if not isinstance(entry, int):
-                    yield (domain, group, digest), entry
-
-
 def _key_runs(pool: BlockPool) -> Iterator[list[object]]:
     """Yield the primary keys of consecutive blocks, see `state`."""
     pairs: dict[tuple[str, int], int] = {}
     for start in range(0, pool.num_blocks, SLICE_BLOCKS):
-        keys = [pool.key_of(block) for block in range(start, min(start + SLICE_BLOCKS, pool.num_blocks))]
+        keys = [pool.key[block] for block in range(start, min(start + SLICE_BLOCKS, pool.num_blocks))]
         numbers = [0 if key is None else pairs.setdefault(key[:2], len(pairs)) + 1 for key in keys]
         yield [start, list(pairs), numbers, [key[2] for key in keys if key is not None]]
 
@@ -186,7 +179,8 @@ def load_entries(replica: Replica, entries: dict[str, list[Any]]) -> None:
 def _load_pool(pool: BlockPool, entries: dict[str, list[Any]]) -> None:
     for entry, names in (("pool", POOL_VALUES), ("pool_counters", POOL_STATISTICS)):
         for name in names:
-            setattr(pool, name, entries[entry][0][name])
+            if name not in POOL_DERIVED:
+                setattr(pool, name, entries[entry][0][name])
     for name in (*POOL_COLUMNS, *POOL_STATISTICS_COLUMNS):
         (column,) = entries[f"pool.{name}"]
         if len(column) != pool.num_blocks or type(column) is not type(getattr(pool, name)):
@@ -210,12 +204,12 @@ def _load_pool(pool: BlockPool, entries: dict[str, list[Any]]) -> None:
     pool.key = _keys_of(entries["keys"], pool.num_blocks)
     for block, key in enumerate(pool.key):
         for one in () if key is None else (key, *pool.more_keys.get(block, ())):
-            pool._add_to_index(block, one)
+            pool.index.setdefault(one, []).append(block)
     for (domain, group, digest), blocks in entries["shared"][0]:
-        entry = pool.index[domain][group][digest]
-        if isinstance(entry, int) or sorted(entry) != sorted(blocks):
+        key = domain, group, digest
+        if sorted(pool.index[key]) != sorted(blocks):
             raise ValueError("blocks of a shared key")
-        entry[:] = blocks
+        pool.index[key][:] = blocks
     for retained in entries.get("retained", ()):
         pool.retained.load(retained)
 

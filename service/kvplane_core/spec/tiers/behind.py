@@ -64,8 +64,7 @@ class SaveBehind:
     def _evicted_next(self, ahead: int, next_victim: int | None) -> Iterator[int]:
         """Yield that number of blocks in the order in which they are evicted, the free ones first."""
         pool = self._pool
-        if pool.num_evictable:
-            yield from islice(pool.free, ahead)
+        yield from islice(pool.free, ahead)
         if next_victim is not None and pool.num_free < ahead:
             tables = chain.from_iterable(reversed(one.table[next_victim]) for one in self._managers)
             yield from islice(filter(None, tables), ahead - pool.num_free)

@@ -6,17 +6,12 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 
-from kvplane_core.face.columns import pieces
 from kvplane_core.spec.tiers.tier import Tier
 from kvplane_core.spec.tiers.tiers import Tiers
 
-FINE = ""
-
 
 def faults(tiers: Tiers, keyed: set[int]) -> Iterator[str]:
-    """Yield what contradicts itself, and FINE after each slice of work without a fault. `keyed`: those blocks of loads
-    that have a key.
-    """
+    """Yield what contradicts itself. `keyed`: those blocks of loads that have a key."""
     for tier in tiers.each:
         written = [write for write in tiers.jobs.writes() if write.tier == tier.number]
         yield from _faults_of_slots(tier, [write.slot for write in written])
@@ -50,27 +45,23 @@ def faults(tiers: Tiers, keyed: set[int]) -> Iterator[str]:
 def _faults_of_slots(tier: Tier, written: list[int]) -> Iterator[str]:
     only_pinned = [slot for slot in tier.pins if slot not in tier.key]
     seen, count = bytearray(tier.num_used), 0
-    for piece in pieces(chain(tier.free, tier.key, written, only_pinned)):
-        for slot in piece:
-            if not 0 <= slot < tier.num_used or seen[slot]:
-                yield f"tier {tier.number}: slot {slot} has two states, or was never used"
-                return
-            seen[slot] = True
-            count += 1
-        yield FINE
+    for slot in chain(tier.free, tier.key, written, only_pinned):
+        if not 0 <= slot < tier.num_used or seen[slot]:
+            yield f"tier {tier.number}: slot {slot} has two states, or was never used"
+            return
+        seen[slot] = True
+        count += 1
     if count != tier.num_used:
         yield f"tier {tier.number}: {tier.num_used} slots were used, {count} have a state"
 
 
 def _faults_of_keys(tier: Tier, last_job: int) -> Iterator[str]:
     count, held = 0, [0] * len(tier.uses)
-    for piece in pieces(tier.in_order()):
-        for key, slot in piece:
-            held[key[1]] += 1
-            if tier.key.get(slot) != key or not 0 < tier.version.get(slot, 0) <= last_job:
-                yield f"tier {tier.number}: slot {slot} has another key than the one that leads to it, or no version"
-            count += 1
-        yield FINE
+    for key, slot in tier.in_order():
+        held[key[1]] += 1
+        if tier.key.get(slot) != key or not 0 < tier.version.get(slot, 0) <= last_job:
+            yield f"tier {tier.number}: slot {slot} has another key than the one that leads to it, or no version"
+        count += 1
     if count != len(tier.key) or count != len(tier.version):
         yield f"tier {tier.number}: {count} keys lead to {len(tier.key)} slots"
     if held != [use.held for use in tier.uses]:

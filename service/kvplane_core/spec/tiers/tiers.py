@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
-
-import numpy as np
 
 from kvplane.base.groups import ReplicaSpec, SavePolicy
 from kvplane.base.stamps import MAX_COUNTER, MAX_EPOCH, Stamp, in_time
 from kvplane.base.step import LOAD_COLUMNS, MOVE_COLUMNS, SAVE_COLUMNS, CacheEvent, Orders, PartResult, RemoveReason
-from kvplane_core.face.columns import pieces, words_of
 from kvplane_core.face.counters import TierCounters
 from kvplane_core.face.keys import NULL_BLOCK, Key
 from kvplane_core.spec.pool import BlockPool
@@ -381,19 +378,17 @@ class Tiers:
         for row in load.rows:
             self.each[row.source.tier].unpin(row.source.slot)
 
-    def end_epoch(self, shown: Sequence[int]) -> Generator[None]:
-        """End an engine life, in slices: keep the keys whose slot has the same version on all ranks, drop the others.
+    def end_epoch(self, shown: Sequence[int]) -> None:
+        """End an engine life: keep the keys whose slot has the same version on all ranks, drop the others.
 
         `shown`: the stamp table, which may have the versions of the slots behind the stamps of the blocks.
         """
         last_reset = in_time(shown[NULL_BLOCK]) if len(shown) else 0
         for tier, first in zip(self.each, self._firsts, strict=True):
-            for piece in pieces(list(tier.in_order())):
-                for key, slot in piece:
-                    version = shown[first + slot] if first + slot < len(shown) else 0
-                    if version != tier.version[slot] or in_time(version) <= last_reset:
-                        tier.drop(key, RemoveReason.UNVERIFIED)
-                yield
+            for key, slot in list(tier.in_order()):
+                version = shown[first + slot] if first + slot < len(shown) else 0
+                if version != tier.version[slot] or in_time(version) <= last_reset:
+                    tier.drop(key, RemoveReason.UNVERIFIED)
 
     def begin_epoch(self, epoch: int, memory_is_new: bool, shown: Sequence[int]) -> None:
         """Begin an engine life. Jobs that write slots stay in flight until their end is reported, unless the memory of
@@ -411,9 +406,7 @@ class Tiers:
         """Record for which blocks and slots the memory shows what this core does not know."""
         if not self.each or len(shown) < self.ids.stop:
             return
-        words, num_blocks = words_of(shown), self.ids.start
-        never = np.frombuffer(self._pool.stamp, np.uint64) == 0
-        self.unknown = set(np.flatnonzero(never & (words[:num_blocks] != 0)).tolist()) - {NULL_BLOCK}
+        stamps = self._pool.stamp
+        self.unknown = {block for block in range(1, self.ids.start) if shown[block] and not stamps[block]}
         for tier, first in zip(self.each, self._firsts, strict=True):
-            slots = np.flatnonzero(words[first : first + tier.num_slots])
-            tier.stale = set(slots.tolist()).difference(tier.key)
+            tier.stale = {slot for slot in range(tier.num_slots) if shown[first + slot] and slot not in tier.key}
