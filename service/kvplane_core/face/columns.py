@@ -7,8 +7,9 @@ An array is compact, and reading or writing a single entry is fast. Passes over 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,11 +28,19 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 Ints: TypeAlias = npt.NDArray[np.integer[Any]]
 Words: TypeAlias = npt.NDArray[np.uint64]
 Mask: TypeAlias = npt.NDArray[np.bool_]
+_T = TypeVar("_T")
 
 
 def zeros(code: str, count: int) -> array[int]:
     """Return a new column of `count` zeros; `code` is the type code of its entries: `U32` or `U64`."""
     return array(code, bytes(count * array(code).itemsize))
+
+
+def pieces(items: Iterable[_T], count: int = PIECE) -> Iterator[list[_T]]:
+    """Yield the items in lists of at most `count`, so that long work can be split."""
+    iterator = iter(items)
+    while piece := list(islice(iterator, count)):
+        yield piece
 
 
 def column(code: str, values: npt.NDArray[Any]) -> array[int]:
