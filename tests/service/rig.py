@@ -180,6 +180,11 @@ def core_class() -> type[ReplicaCore]:
     return type(loader.new_replica(spec))
 
 
+needs_slices = pytest.mark.skipif(
+    core_class().__name__ == "Replica", reason="the specification does long work in few passes"
+)
+
+
 class HeldThread:
     """Long steps and calls of services wait in their thread: `began` is set when one does, and `go_on` lets all go."""
 

@@ -18,7 +18,7 @@ from kvplane_service.config import Config
 from kvplane_service.replicas.idle_check import MAX_CHARS, PAUSE_S, Outcome, check_in_background, log_broken
 from tests.core.specification import specification_of
 from tests.service.hosts import HostWorld, spec_of
-from tests.service.rig import running, until
+from tests.service.rig import needs_slices, running, until
 
 IDLE_MS = 1000
 MANY_BLOCKS = 60_000  # a check takes several slices
@@ -121,6 +121,7 @@ def test_no_replica_is_checked_when_it_is_off():
     assert "idle checks" not in names
 
 
+@needs_slices
 def test_an_idle_replica_is_checked_once():
     background = Background()
     assert background.run(60) == {"passed": 1}

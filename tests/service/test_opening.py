@@ -25,7 +25,7 @@ from kvplane_service.replicas.step_order import UnaryStep
 from tests.core.follower import Follower
 from tests.core.specification import specification_of
 from tests.service.hosts import NONCES, HostWorld, spec_of
-from tests.service.rig import core_class
+from tests.service.rig import core_class, needs_slices
 
 BLOCKS = 61
 
@@ -75,6 +75,7 @@ def half(stamps):
     return [0 if number % 2 else stamp for number, stamp in enumerate(stamps)]
 
 
+@needs_slices
 async def test_other_replicas_are_served_between_slices():
     world, _, stamps = used_world()
     other = HostWorld()
@@ -126,6 +127,7 @@ async def test_a_replica_that_is_opening_refuses_other_calls():
     assert world.host.events.subscribe(None, lambda: None).take() == []
 
 
+@needs_slices
 async def test_the_newest_of_two_openings_wins_and_one_life_begins():
     world, _, stamps = used_world()
     ended: list[KvplaneError] = []
@@ -167,6 +169,7 @@ async def test_a_cancelled_opening_pauses_and_the_next_one_continues_it():
     assert (await second).kept_keys == 24
 
 
+@needs_slices
 @pytest.mark.parametrize("incarnation", [5, 6])
 async def test_an_opening_with_another_memory_starts_over(incarnation):
     world, _, stamps = used_world()
@@ -191,6 +194,7 @@ async def test_a_unary_call_begins_a_new_life_after_a_cancelled_opening():
     world.host.check_readable()
 
 
+@needs_slices
 async def test_a_removed_replica_ends_its_opening():
     world, _, stamps = used_world()
     ended: list[KvplaneError] = []
