@@ -229,6 +229,7 @@ def metrics_page() -> str:
 
 # The sections of the page on performance: title, file of results, the tables taken from it (0 = the first), what they
 # say. Tables are taken whole, so the rows that lose are among them.
+MAX_COLUMNS = 10
 MEASURED = (
     (
         "A step of vLLM's scheduler",
@@ -272,6 +273,18 @@ MEASURED = (
 )
 
 
+def narrow(lines: list[str]) -> Iterator[str]:
+    """Yield a table; one with more columns than a page shows as several tables that begin with the same column."""
+    at = next(number for number, line in enumerate(lines) if line.startswith("|"))
+    cells = [line.strip("|").split("|") for line in lines[at:]]
+    count = -(-(len(cells[0]) - 1) // (MAX_COLUMNS - 1))
+    width = -(-(len(cells[0]) - 1) // count)
+    yield from lines[:at]
+    for begin in range(1, len(cells[0]), width):
+        yield from ("|" + "|".join([row[0], *row[begin : begin + width]]) + "|" for row in cells)
+        yield ""
+
+
 def tables_of(text: str) -> list[list[str]]:
     """Return the lines of each Markdown table in a text, after the heading of its section in bold, if it has one."""
     found = []
@@ -297,7 +310,8 @@ again. Nothing here was measured on a GPU; what is known of kernels is in [Kerne
         when = next(line for line in recorded.splitlines() if re.match(r"(date )?\d{4}-\d\d-\d\d", line))
         lines += ["", f"## {title}", "", f"{text} `{name}`: {when.removeprefix('date ').rstrip('.')}."]
         for number in numbers:
-            lines += ["", *found[number]]
+            lines += ["", *narrow(found[number])]
+            lines.pop()
         if (picture := (PAGES / name).with_suffix(".svg")).exists():
             lines += ["", f"![{title}]({picture.name})"]
     return "\n".join(lines) + "\n"

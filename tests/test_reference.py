@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from kvplane.base.hashing import HashScheme, RequestHasher, pack_tokens, split_h
 from kvplane.base.step import ExtraKeys, Multimodal
 from kvplane.v1 import admin_pb2, allocation_pb2, events_pb2, plan_pb2, replica_pb2, step_pb2, worker_pb2
 from kvplane_tools.cli import COMMANDS
+from scripts.reference import narrow
 from tests.test_readme import fenced_blocks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -73,11 +75,32 @@ def test_every_rpc_message_and_field_is_on_the_page():
     assert missing == []
 
 
+def test_a_wide_table_becomes_several_with_every_cell():
+    rows = [[f"{row}.{column}" for column in range(20)] for row in range(4)]
+    lines = list(narrow(["**title**", "", *("|" + "|".join(row) + "|" for row in rows)]))
+    assert lines[:2] == ["**title**", ""]
+    tables = [part.splitlines() for part in "\n".join(lines[2:]).split("\n\n")]
+    assert [[line.strip("|").split("|")[0] for line in table] for table in tables] == [["0.0", "1.0", "2.0", "3.0"]] * 3
+    assert all(line.count("|") <= 11 for line in lines)
+    assert {cell for line in lines for cell in line.strip("|").split("|")} >= {cell for row in rows for cell in row}
+
+
 def test_page_on_performance_has_the_rows_that_lose():
     page = (PAGES / "performance.md").read_text()
     assert page.count("\n| 8 | 1 | ") == 2, "schedule() of eight requests, where stock vLLM is faster"
     for model in ("Llama-3.1-70B", "gpt-oss-20b", "Gemma-3-27B", "Jamba-v0.1"):
         assert f"\n**{model}**\n" in page
+
+
+def test_drawings_and_tables_of_the_pages_fit_a_window_of_1400_pixels():
+    """docs/wide.css is made for this width; `sh` and `python` blocks scroll."""
+    too_wide = []
+    for path in (ROOT / "docs").rglob("*.md"):
+        for line in path.read_text().splitlines():
+            is_drawing = re.search("[\u2500-\u257f]", line) is not None
+            if (is_drawing and len(line) > 106) or (line.startswith("|-") and line.count("|") > 11):
+                too_wide.append(f"{path.relative_to(ROOT)}: {line}")
+    assert too_wide == []
 
 
 @pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: vector["name"])

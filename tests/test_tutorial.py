@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -42,3 +44,21 @@ def test_blocks_are_paired_with_the_output_below_them():
     page = "```python\na = 1\n\nprint(a)\n```\n\n```text\n1\n```\ntext\n```python\nb\n```\n"
     assert steps_of(page) == [("a = 1\n\nprint(a)\n", "1\n")]
     assert output(*steps_of(page)[0], {}) == "1\n"
+
+
+def test_engine_with_real_pages_hits_them_after_it_was_killed(tmp_path):
+    page = (Path(__file__).resolve().parent.parent / "docs" / "real-pages.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    first, further = re.findall(r"^```text\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    assert ADDRESS in code
+    with ServiceChild() as service:
+        code = code.replace(ADDRESS, service.address)
+        killed = f"{code}\nimport os\nos.kill(os.getpid(), 9)\n"
+        runs = [
+            subprocess.run([sys.executable, "-c", each], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+            for each in (killed, code)
+        ]
+    assert [one.returncode for one in runs] == [-9, 0], [one.stderr for one in runs]
+    assert runs[0].stdout == first
+    assert runs[1].stdout.startswith(further)
+    assert (tmp_path / "pages.bin").stat().st_size > 0
