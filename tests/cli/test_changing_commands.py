@@ -262,7 +262,7 @@ def test_output_formats_of_tables(service, kvplane):
     address = ("--service", service.address)
     assert kvplane("replicas", "-o", "name", *address)[1].split() == ["empty", "r"]
     wide = kvplane("replicas", "-o", "wide", *address)[1].splitlines()
-    assert wide[0].split()[-4:] == ["PREEMPTED", "WORKERS", "STORE", "EPOCH"]
+    assert wide[0].split()[-6:] == ["PREEMPTED", "WORKERS", "STORE", "EPOCH", "AGE", "MODEL"]
     assert kvplane("replicas", "-o", "jsonpath=replicas[*].num_blocks", *address)[1].split() == ["41", "41"]
     assert json.loads(kvplane("status", "-o", "jsonpath=replicas", *address)[1]) == 2
     for wrong in ("xml", "jsonpath", "jsonpath=a b", "jsonpath=nothing", "name=r"):

@@ -99,7 +99,7 @@ def test_rows_without_a_value_are_last_in_both_directions(service):
     with connect(service.address) as client:
         rows = Fleet(client).sample(1.0, ["r007", "r008"], most=2)
     for descending in (False, True):
-        ordered = Order(order_of("running", "").column, descending).apply(rows)
+        ordered = Order(order_of("preempted", "").column, descending).apply(rows)
         assert {row.summary.replica for row in ordered[:2]} == {"r007", "r008"}
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from kvplane.v1.admin_pb2 import RequestState
-    from kvplane.v1.allocation_pb2 import DescribeReplicaResponse, StoreStatus
+    from kvplane.v1.allocation_pb2 import DescribeReplicaResponse, ReplicaSummary, StoreStatus
     from kvplane.v1.replica_pb2 import ReplicaSpec
 
 
@@ -180,10 +180,17 @@ def by_reason(counts: Mapping[str, int]) -> str:
     return ", ".join(parts) or "none"
 
 
+def last_seen(one: ReplicaSummary | DescribeReplicaResponse) -> str:
+    """Return how long ago an engine, a worker or a call used the replica: "now" while a session is open."""
+    return f"{age(one.last_seen_ms)} ago" if one.last_seen_ms else "now"
+
+
 def age(milliseconds: int) -> str:
     """Return a duration as text, such as "3.2 s" or "2 h 5 min"."""
     seconds = milliseconds / 1000
     if seconds < 120:
         return f"{seconds:.1f} s"
     minutes = int(seconds // 60)
+    if minutes >= 48 * 60:
+        return f"{minutes // 1440} d {minutes % 1440 // 60} h"
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"

@@ -16,6 +16,7 @@ from kvplane_tools.cli.output import (
     by_reason,
     columns,
     counted,
+    last_seen,
     repeat,
     retained_line,
     show,
@@ -62,7 +63,11 @@ def _description(answer: DescribeReplicaResponse) -> Iterator[str]:
     state = word(ReplicaState.Name(answer.state), "REPLICA_STATE_")
     executed = f"executed through {answer.executed_through}"
     yield f"{answer.replica}: {state}, epoch {answer.epoch}, step {answer.seq} ({executed})"
+    model = f"{answer.model_name}, " if answer.model_name else ""
+    yield f"age: {model}registered {age(answer.age_ms)} ago, last seen {last_seen(answer)}"
     running = counted(answer.running_requests, "running request")
+    if answer.HasField("waiting_requests"):
+        running += f", {answer.waiting_requests} wait for admission"
     yield f"pool: {usable - answer.free_blocks:,} of {counted(usable, 'block')} held by {running}"
     if answer.spec.eviction > EvictionPolicy.EVICTION_POLICY_LRU:
         hints = f", hints below {answer.spec.hint_values}" if answer.spec.hint_values else ""

@@ -12,7 +12,7 @@ import typer
 from kvplane.base.errors import InvalidArgument, Unavailable
 from kvplane_tools.cli.client import client_of, described, grpcurl_line, remedies
 from kvplane_tools.cli.options import FAILED, TABLE, Format, Grpcurl, Once, Output, Svg, Wait, Watch, duration, given
-from kvplane_tools.cli.output import age, columns, repeat, show, store_word, text_of, word
+from kvplane_tools.cli.output import age, columns, last_seen, repeat, show, store_word, text_of, word
 
 if TYPE_CHECKING:
     from kvplane import Client
@@ -86,8 +86,8 @@ def replicas_command(output: Output = TABLE, watch: Watch = None, grpcurl: Grpcu
         repeat(watch, one)
 
 
-_HEADINGS = ("REPLICA", "STATE", "RUNNING", "HIT", "BLOCKS", "FREE", "HELD")
-_MORE = ("PREEMPTED", "WORKERS", "STORE", "EPOCH")
+_HEADINGS = ("REPLICA", "STATE", "RUNNING", "WAITING", "HIT", "BLOCKS", "FREE", "HELD", "LAST SEEN")
+_MORE = ("PREEMPTED", "WORKERS", "STORE", "EPOCH", "AGE", "MODEL")
 
 
 def _table(client: Client, replicas: Sequence[ReplicaSummary], is_wide: bool) -> str:
@@ -104,20 +104,23 @@ def _table(client: Client, replicas: Sequence[ReplicaSummary], is_wide: bool) ->
 def _row(one: ReplicaSummary, details: DescribeReplicaResponse | None) -> tuple[str, ...]:
     from kvplane.v1.allocation_pb2 import ReplicaState
 
-    usable, running, hit = one.num_blocks - 1, "-", "-"
+    usable, hit = one.num_blocks - 1, "-"
+    waiting = f"{one.waiting_requests:,}" if one.HasField("waiting_requests") else "-"
     if details is not None:
-        running, counters = f"{details.running_requests:,}", details.counters
+        counters = details.counters
         hit = f"{counters.hit_tokens / counters.queried_tokens:.0%}" if counters.queried_tokens else "-"
     held = f"{1 - one.free_blocks / max(1, usable):.0%}"
     state = word(ReplicaState.Name(one.state), "REPLICA_STATE_")
-    return one.replica, state, running, hit, f"{usable:,}", f"{one.free_blocks:,}", held
+    pool = hit, f"{usable:,}", f"{one.free_blocks:,}", held
+    return one.replica, state, f"{one.running_requests:,}", waiting, *pool, last_seen(one)
 
 
 def _more(one: ReplicaSummary, details: DescribeReplicaResponse | None) -> tuple[str, ...]:
     if details is None:  # it was deregistered since it was listed
-        return "-", "-", "-", str(one.epoch)
+        return "-", "-", "-", str(one.epoch), age(one.age_ms), one.model_name or "-"
     workers = f"{len(details.workers)} of {details.num_ranks}"
-    return f"{details.counters.preempted:,}", workers, store_word(details.store), str(one.epoch)
+    more = f"{details.counters.preempted:,}", workers, store_word(details.store), str(one.epoch)
+    return *more, age(one.age_ms), one.model_name or "-"
 
 
 def top_command(
