@@ -16,6 +16,7 @@ from kvplane.base.session import OpenRequest
 from kvplane.base.step import Admit, CacheEvent, End, EventKind, Facts, News, Part, RemoveReason, Step
 from kvplane_core.face.cache_events import CacheEvents
 from kvplane_service.config import Config
+from kvplane_service.decisions import log as log_module
 from kvplane_service.decisions import packing
 from kvplane_service.decisions.log import Decision, DecisionLog, Life
 from kvplane_service.decisions.packed_log import LogBudget, PackedLog
@@ -269,6 +270,29 @@ async def test_the_logs_of_many_replicas_fit_into_the_budget_and_still_explain()
         assert (found.seq, found.is_complete) == (40, False)
         with pytest.raises(NotFound):
             await explain_request(entry.host, "p1", Turns("explanations", 0), at_once)
+
+
+async def test_only_the_entries_from_a_request_on_are_unpacked_to_find_its_attempt(monkeypatch):
+    registry = registry_of(1, 32 << 20)
+    serve_prompts(registry, 1, 40)
+    host, real, unpacked = registry.get("r0").host, log_module._unpack, list[object]()
+    while host.decisions.pack_oldest():
+        pass
+
+    def unpack(kept):
+        unpacked.append(kept)
+        return real(kept)
+
+    monkeypatch.setattr(log_module, "_unpack", unpack)
+
+    async def at_once(work):
+        return work()
+
+    with pytest.raises(NotFound):
+        await explain_request(host, "p99", Turns("explanations", 0), at_once)
+    assert unpacked == []
+    await explain_request(host, "p3", Turns("explanations", 0), at_once)
+    assert len(unpacked) <= len(host.decisions) + 4, "once for the keys, and the entries of its attempt"
 
 
 def test_a_deregistered_replica_returns_its_log_bytes():

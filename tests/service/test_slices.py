@@ -12,7 +12,8 @@ from prometheus_client.exposition import choose_encoder
 
 from kvplane.base.step import Admit, News, Part
 from kvplane_service.config import Config
-from kvplane_service.explain.service import explain_request
+from kvplane_service.explain.history import HistoryReader
+from kvplane_service.explain.service import explain_block, explain_request
 from kvplane_service.registry import Registration, Registry
 from kvplane_service.runtime import slices
 from kvplane_service.runtime.executors import Executor
@@ -106,6 +107,26 @@ async def test_an_explanation_reads_the_log_in_slices():
     for _ in range(100):
         engine.step()
     assert await turns_during(explain_request(host, "a", Turns("explanations", 0), Executor("explanations"))) >= 200
+
+
+async def test_an_explanation_ends_with_its_call(monkeypatch):
+    engine = with_request(Registry(Config(), lambda: 5), "r")
+    for _ in range(400):
+        engine.step()
+    read, real = list[int](), HistoryReader.add
+
+    def add(self, number, entry):
+        read.append(number)
+        real(self, number, entry)
+
+    monkeypatch.setattr(HistoryReader, "add", add)
+    offload = Executor("explanations")
+    call = asyncio.ensure_future(explain_block(engine.host, 1, Turns("explanations", 0), offload))
+    await asyncio.to_thread(until, lambda: len(read) > 0)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    await offload(lambda: None)  # behind it
+    assert len(read) < 400
 
 
 async def test_turns_run_one_at_a_time_with_a_bounded_queue():

@@ -101,6 +101,22 @@ class _KeptLife:
 _Packed: TypeAlias = bytes | _KeptLife
 
 
+class Candidate(NamedTuple):
+    """An entry of the log as it is kept, and whether it may have the text that is sought."""
+
+    kept: Entry | _Packed
+    sought: bytes
+
+    @property
+    def may_name(self) -> bool:
+        """Whether the entry may have the text."""
+        return isinstance(self.kept, Decision) or (isinstance(self.kept, bytes) and self.sought in self.kept)
+
+    def read(self) -> Entry:
+        """Return the entry, unpacked."""
+        return _unpack(self.kept)
+
+
 class DecisionLog(PackedLog[Entry, _Packed]):
     """The last entries (applied steps and beginnings of engine lives, the times of one epoch) of one replica, at most
     `max_entries` and within the memory budget. The oldest are dropped first.
@@ -117,6 +133,13 @@ class DecisionLog(PackedLog[Entry, _Packed]):
         that a reader can pause between two entries.
         """
         return map(_unpack, list(self._kept))
+
+    def candidates(self, name: str) -> Sequence[Candidate]:
+        """Return the current entries, oldest first, for a search of those that may name a request. A request without
+        an id has a name that no entry has: all may name it, as for "".
+        """
+        sought = b"" if name.startswith("slot ") else name.encode()
+        return [Candidate(one, sought) for one in self._kept]
 
     def append(self, entry: Entry, packed: bytes | None = None) -> None:
         """Add an entry, drop the oldest entries if there is no room, and pass the entry to every follower. `packed`:

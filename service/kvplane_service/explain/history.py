@@ -223,8 +223,10 @@ class HistoryReader:
         history: contents of the entries added so far.
     """
 
-    def __init__(self, digest_size: int) -> None:
+    def __init__(self, digest_size: int, wanted: Set[bytes] | None = None) -> None:
+        """`wanted`: the digests of the keys whose changes are read; None: of all keys."""
         self._size = digest_size
+        self._wanted = wanted
         self._slots: dict[int, Known] = {}
         self._partial: set[int] = set()  # slots of requests whose prompt is not fully computed
         self._ordered: dict[int, dict[int, int]] = {}  # by job of a load: the tier of each block
@@ -247,6 +249,10 @@ class HistoryReader:
             stamp = (event.kind, 0, RemoveReason.UNVERIFIED, "", entry.epoch, 0, entry.at_ns, not entry.stamp_table)
             self._event(event, Change((number, 0, at), *stamp))
 
+    def is_over(self, name: str) -> bool:
+        """Whether there will be no later attempt to admit the request of this name that was admitted or refused."""
+        return name in self.history.attempts and all(one.name != name for one in self._slots.values())
+
     def _part(self, piece: _Piece) -> None:
         self._facts(piece.part.facts)
         self._news(piece.part.news)
@@ -258,6 +264,8 @@ class HistoryReader:
         self._cache(piece)
         takers, decision = piece.takers(), piece.decision
         for at, event in enumerate(piece.events):
+            if self._wanted is not None and self._wanted.isdisjoint(event.hashes) and event.hashes:
+                continue
             taker = takers.get(event.blocks[0], -1) if event.blocks else -1
             by = self._slots.get(event.slot if event.kind is EventKind.STORED else taker)
             stamp = (event.kind, 0, event.reason, by.name if by else "")
@@ -269,6 +277,8 @@ class HistoryReader:
             self.history.cleared.append(change)
             return
         for digest, block in zip(event.hashes, event.blocks, strict=True):
+            if self._wanted is not None and digest not in self._wanted:
+                continue
             key = KeyName(event.domain, event.group, digest)
             tier = self._tier_of.get(block, -1) if event.kind is EventKind.STORED else -1
             mismatched = block in self._mismatched and event.kind is EventKind.REMOVED

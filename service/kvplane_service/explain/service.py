@@ -1,24 +1,29 @@
-"""Explain a prompt or a request of a running replica. The state is read at one moment, the decision log in slices."""
+"""Explain a prompt or a request of a running replica. The state is read at one moment, the decision log
+on a thread.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 from kvplane.base.errors import InvalidArgument, NotFound
 from kvplane.base.step import NO_EXTRA_KEYS, AdmitStatus, ExtraKeys
 from kvplane_core.face.hit_rules import HitRules, LookupExplanation, MissingPrefix
-from kvplane_service.decisions.log import Entry
+from kvplane_service.decisions.log import Candidate
 from kvplane_service.explain.causes import Cause, Explainer, Question, Why, other_keys, with_hit_checked
 from kvplane_service.explain.history import Attempt, Change, History, HistoryReader, KeyName
 from kvplane_service.replicas.host import ReplicaHost
 from kvplane_service.runtime.executors import Offload
-from kvplane_service.runtime.slices import Turns, in_slices
+from kvplane_service.runtime.slices import Turns, resting
 
 MAX_CHANGES = 200  # of the keys of a block, in an explanation
 Present = dict[KeyName, frozenset[int]]
+_T = TypeVar("_T")
 HashWith = Callable[[ExtraKeys], Sequence[bytes]]
 
 
@@ -77,14 +82,19 @@ async def explain_prompt(host: ReplicaHost, prompt: Prompt, offload: Offload) ->
     tentative = _tentative(host, prompt, account.missing) if account.missing else None
     if tentative is not None:
         return Explanation(prompt.num_tokens, account, tentative, is_complete)
-    history = await _read(host, host.decisions)
+    wanted, entries = frozenset(digests), list(host.decisions.candidates(""))
+    history = await _read(host, offload, entries, wanted=wanted)
+    others = await offload(lambda: list(_alternatives(history, prompt)))
+    if others:
+        wanted = wanted.union(*(hashes for _, hashes in others))
+        history = await _read(host, offload, entries, wanted=wanted)
 
     def think() -> Why:
         question = Question(
             digests,
             prompt.domain,
             prompt.num_tokens,
-            alternatives=list(_alternatives(history, prompt)),
+            alternatives=others,
             own_keys=prompt.extra_keys,
             tier=tier,
         )
@@ -100,7 +110,7 @@ async def explain_request(host: ReplicaHost, name: str, turns: Turns, offload: O
     while it waits for the replica. Raises NotFound if the log has no such attempt.
     """
     async with turns.turn():
-        attempt = await _find_attempt(host, name)
+        attempt = await _find_attempt(host, name, offload)
     async with turns.turn(host.steps):
         return await _explain_found(host, attempt, offload)
 
@@ -115,14 +125,28 @@ async def explain_block(host: ReplicaHost, block: int, turns: Turns, offload: Of
     if not 0 < block <= most:
         raise InvalidArgument(f"there is no block {block}", field="block", remedy=f"give a number from 1 to {most}")
     async with turns.turn():
-        history = await _read(host, host.decisions, host.decisions.num_lost)
+        log = host.decisions
+        history = await _read(host, offload, log.candidates(""), log.num_lost)
         return await offload(partial(history.of_block, block, MAX_CHANGES))
 
 
-async def _find_attempt(host: ReplicaHost, name: str) -> Attempt:
+async def _find_attempt(host: ReplicaHost, name: str, offload: Offload) -> Attempt:
     log = host.decisions
-    history = await _read(host, log, log.num_lost)
-    attempt = history.attempts.get(name)
+    entries, first = log.candidates(name), log.num_lost
+
+    def find(ended: threading.Event) -> Attempt | None:
+        named = [at for at, entry in resting(enumerate(entries), ended) if entry.may_name]
+        for at in dict.fromkeys((*named[-1:], *named[:1])):  # the last one is enough, unless it has no attempt yet
+            reader = HistoryReader(host.scheme.digest.size, frozenset())
+            for number in resting(range(at, len(entries)), ended):
+                reader.add(first + number, entries[number].read())
+                if reader.is_over(name):
+                    break
+            if name in reader.history.attempts:
+                return reader.history.attempts[name]
+        return None
+
+    attempt = await _on_thread(offload, find)
     if attempt is None:
         raise NotFound(
             f"the decision log has no attempt to admit the request {name[:140]!r}",
@@ -135,19 +159,36 @@ async def _find_attempt(host: ReplicaHost, name: str) -> Attempt:
 async def _explain_found(host: ReplicaHost, attempt: Attempt, offload: Offload) -> Explanation:
     # Take the keys and the entries at the same moment: the log has grown while its history was read.
     log = host.decisions
-    first, entries, present = log.num_lost, iter(log), _present(host, attempt)
-    history = await _read(host, entries, first)
+    first, entries, present = log.num_lost, log.candidates(""), _present(host, attempt)
+    history = await _read(host, offload, entries, first, frozenset(attempt.request.digests))
     return await offload(partial(_explain_attempt, host, attempt, history, present))
 
 
-async def _read(host: ReplicaHost, entries: Iterable[Entry], first: int = 0) -> History:
-    """Read the history of the log's entries in time slices of the event loop. Packed entries (byte strings) are
-    unpacked in these slices too.
-    """
-    reader = HistoryReader(host.scheme.digest.size)
-    async for number, entry in in_slices(enumerate(entries, first)):
-        reader.add(number, entry)
-    return reader.history
+async def _read(
+    host: ReplicaHost,
+    offload: Offload,
+    entries: Sequence[Candidate],
+    first: int = 0,
+    wanted: Set[bytes] | None = None,
+) -> History:
+    """Read the history of the log's entries on a thread, of `wanted` keys alone. Entries are unpacked there too."""
+
+    def read(ended: threading.Event) -> History:
+        reader = HistoryReader(host.scheme.digest.size, wanted)
+        for number, entry in resting(enumerate(entries, first), ended):
+            reader.add(number, entry.read())
+        return reader.history
+
+    return await _on_thread(offload, read)
+
+
+async def _on_thread(offload: Offload, work: Callable[[threading.Event], _T]) -> _T:
+    """Run the work on a thread; the event that it gets is set when the caller is cancelled."""
+    ended = threading.Event()
+    try:
+        return await offload(partial(work, ended))
+    finally:
+        ended.set()
 
 
 def _explain_attempt(host: ReplicaHost, attempt: Attempt, history: History, present: Present) -> Explanation:

@@ -1,13 +1,15 @@
 """Run long work on the event loop in time slices, so that other tasks run in between, and for one caller at a time.
 
-Threads would not help for pure Python work: a thread keeps the interpreter for several milliseconds at a time.
+Work whose items may be long runs on a thread, which rests as often: the interpreter takes turns within an item too.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
+from concurrent import futures
 from contextlib import asynccontextmanager, contextmanager
 from typing import Protocol, TypeVar
 
@@ -27,6 +29,19 @@ async def in_slices(work: Iterable[_T]) -> AsyncIterator[_T]:
         yield item
         if time.monotonic() > ends_s:
             await asyncio.sleep(SLICE_S)
+            ends_s = time.monotonic() + SLICE_S
+
+
+def resting(work: Iterable[_T], ended: threading.Event) -> Iterator[_T]:
+    """Yield the items of `work` on a thread. After each SLICE_S seconds of work, sleep for the same time, so that the
+    event loop gets the interpreter. Raises CancelledError when `ended` is set: its caller does not wait any more.
+    """
+    ends_s = time.monotonic() + SLICE_S
+    for item in work:
+        yield item
+        if time.monotonic() > ends_s:
+            if ended.wait(SLICE_S):
+                raise futures.CancelledError
             ends_s = time.monotonic() + SLICE_S
 
 

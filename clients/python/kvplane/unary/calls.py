@@ -26,6 +26,7 @@ Answer = TypeVar("Answer", bound=Message)
 
 ALLOCATION, ADMIN = "kvplane.v1.Allocation", "kvplane.v1.Admin"
 REGISTER_TIMEOUT_S = 120.0  # includes the construction of the pool
+EXPLAIN_TIMEOUT_S = 60.0  # it may read a whole decision log, and gives way to engines
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +237,7 @@ def explain(replica: str, what: Content | str | int) -> Call[admin_pb2.ExplainRe
     else:
         content = {"request_id" if isinstance(what, str) else "block": what}
     request = build(admin_pb2.ExplainRequest, "request", {"replica": replica, **content})
-    return Call(f"/{ADMIN}/Explain", request, admin_pb2.ExplainResponse)
+    return Call(f"/{ADMIN}/Explain", request, admin_pb2.ExplainResponse, timeout_s=EXPLAIN_TIMEOUT_S)
 
 
 @checked
