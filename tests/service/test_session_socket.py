@@ -11,6 +11,7 @@ import random
 import re
 import socket
 import stat
+import threading
 import time
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ import uvloop
 from google.rpc import status_pb2
 
 from kvplane.base.errors import (
+    DeadlineExceeded,
     InvalidArgument,
     LimitExceeded,
     NotFound,
@@ -35,10 +37,11 @@ from kvplane.rpc.status import error_of_status
 from kvplane.v1.allocation_pb2 import SessionRequest, SessionResponse
 from kvplane.v1.ttrpc_pb2 import TtrpcMetadata, TtrpcRequest, TtrpcResponse
 from kvplane.wire.ttrpc import DATA, HEADER, NO_DATA, REMOTE_CLOSED, REMOTE_OPEN, REQUEST, RESPONSE, frame
+from kvplane_service.auth.quotas import READS_AT_ONCE
 from kvplane_service.config import Config
 from kvplane_service.rpc import ttrpc
 from tests.client.mini_engine import HYBRID
-from tests.service.guarded import Guard
+from tests.service.guarded import Caller, Guard
 from tests.service.rig import NONCES, WAIT_S, error_of, running, until
 
 SERVICE, METHOD = "kvplane.v1.Allocation", "Session"
@@ -348,6 +351,58 @@ def test_bytes_that_the_call_does_not_read_stay_with_the_client(service, path, m
         assert len(connection._received) < 1 << 20
         client.socket.settimeout(WAIT_S)
         service.in_loop(held.set)
+
+
+def header(length: int) -> bytes:
+    return HEADER.pack(length, STREAM, DATA, 0)
+
+
+@pytest.mark.parametrize("part", [header(5), header(1 << 20) + bytes(1000), b"\0"], ids=["header", "data", "byte"])
+def test_a_message_of_which_a_part_arrives_ends_its_session(service, path, part, monkeypatch):
+    monkeypatch.setattr(ttrpc, "MESSAGE_TIMEOUT_S", 0.2)
+    with Raw(path) as raw:
+        raw.begin()
+        raw.open()
+        raw.answer()
+        raw.socket.sendall(part)
+        assert isinstance(raw.end(), DeadlineExceeded)
+    assert service.state() == "LAPSED"
+
+
+def test_a_session_that_is_silent_between_messages_stays(service, path, monkeypatch):
+    with Raw(path) as raw:
+        raw.begin()
+        raw.open()
+        epoch = raw.answer().opened.epoch
+        monkeypatch.setattr(ttrpc, "MESSAGE_TIMEOUT_S", 0.05)
+        time.sleep(0.3)
+        raw.ask(step={"epoch": epoch, "seq": 1, "parts": [{}]})
+        assert raw.answer().WhichOneof("kind") == "result"
+
+
+def push(to: socket.socket, data: bytes) -> None:
+    with contextlib.suppress(OSError):  # the service gives it up
+        to.sendall(data)
+
+
+def test_few_long_messages_of_an_owner_arrive_at_a_time(path, tmp_path):
+    """Each takes its length in memory before it is complete; another owner's arrives."""
+    guard = Guard(tmp_path, {"bob": {}, "alice": {}})
+    config = guard.config(session_socket=path)
+    length, held = 1 << 20, READS_AT_ONCE + 2
+    with running(config) as service, contextlib.ExitStack() as stack:
+        local = service.app._server._local
+        for at in range(held + 1):
+            owner = "bob" if at < held else "alice"
+            Caller(service, f"token-{owner}").register(f"{owner}/{at}")
+            raw = stack.enter_context(Raw(path))
+            raw.begin(metadata=[TtrpcMetadata(key="authorization", value=f"Bearer token-{owner}")])
+            raw.open(f"{owner}/{at}")
+            raw.answer()
+            threading.Thread(target=push, args=(raw.socket, header(length) + bytes(length - 1)), daemon=True).start()
+        arrived = lambda: sorted(len(one._received) for one in local.open)  # noqa: E731
+        until(lambda: sum(one > length // 2 for one in arrived()) == READS_AT_ONCE + 1)
+        assert arrived()[1] < length // 2, "those beyond the share wait in the kernel"
 
 
 def test_a_client_that_does_not_read_delays_itself_alone(path):

@@ -9,22 +9,26 @@ from __future__ import annotations
 import asyncio
 import os
 import select
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections import defaultdict
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import NoReturn, cast
 
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from kvplane.base.errors import InvalidArgument, KvplaneError, LimitExceeded, NotFound
+from kvplane.base.errors import DeadlineExceeded, InvalidArgument, KvplaneError, LimitExceeded, NotFound
 from kvplane.rpc.peers import peer_of
 from kvplane.rpc.status import DETAILS_KEY, encode_status
 from kvplane.v1.ttrpc_pb2 import TtrpcRequest, TtrpcResponse
 from kvplane.wire.ttrpc import DATA, HEADER, NO_DATA, REMOTE_CLOSED, REMOTE_OPEN, REQUEST, RESPONSE, frame
+from kvplane_service.auth.gate import CALL
+from kvplane_service.auth.quotas import READS_AT_ONCE
 from kvplane_service.config import Config
 from kvplane_service.rpc.methods import MESSAGE_TIMEOUT_S, Context, ServedStream
 from kvplane_service.rpc.ports import check_free, not_free
+from kvplane_service.runtime.rota import OWNER
 
 _UNREAD_BYTES = 64 << 10
 _MAX_REQUEST_BYTES = 16 << 10  # of the frame that begins a stream, before the call is admitted
@@ -51,11 +55,13 @@ class TtrpcServer:
     Attributes:
         methods: the stream methods by their path, "/service/method".
         open: the connections.
+        arriving: by owner, lets READS_AT_ONCE long messages arrive at a time.
     """
 
     def __init__(self, methods: Mapping[str, ServedStream], config: Config) -> None:
         self.methods = methods
         self.open: set[_Connection] = set()
+        self.arriving = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(READS_AT_ONCE))
         self._config = config
         self._server: asyncio.Server | None = None
         self._file: tuple[int, int] | None = None  # device and inode of the socket's file
@@ -181,31 +187,67 @@ class _Connection(asyncio.Protocol):
         """Return the next message of the client; EOF if it sends no more.
 
         Raises:
+            DeadlineExceeded: a part of the message does not arrive.
             LimitExceeded: the message is longer than `max_message_bytes`.
             InvalidArgument: the frame is none of a stream's data.
         """
         has_waited = False
         while not self._is_closed_by_client:
-            if self._has_frame():
-                if not has_waited:
-                    await asyncio.sleep(0)  # other connections are served between two messages
-                flags, data = self._take()
-                self._is_closed_by_client = bool(flags & REMOTE_CLOSED)
-                if not flags & NO_DATA:
-                    return data
-                continue
-            if self._has_ended:
+            while not (self._received or self._has_ended):
+                await self._more()
+                has_waited = True
+            if not self._has_frame() and not self._has_ended:
+                await self._rest()
+                has_waited = True
+            if not self._has_frame():
                 break
-            if self._is_paused:
-                self._is_paused = False
-                self._transport.resume_reading()
-            self._reader = self._loop.create_future()
-            try:
-                await self._reader
-            finally:
-                self._reader = None
-            has_waited = True
+            if not has_waited:
+                await asyncio.sleep(0)  # other connections are served between two messages
+            flags, data = self._take()
+            self._is_closed_by_client = bool(flags & REMOTE_CLOSED)
+            if not flags & NO_DATA:
+                return data
         return grpc.aio.EOF
+
+    async def _rest(self) -> None:
+        """Wait for the rest of a message that has begun. Few long ones of an owner arrive at a time, since each takes
+        its length in memory. Raises DeadlineExceeded after MESSAGE_TIMEOUT_S seconds in which it is read.
+        """
+        async with self._begun():
+            while len(self._received) < HEADER.size and not self._has_ended:
+                await self._more()
+        if self._has_frame() or self._has_ended:
+            return
+        async with AsyncExitStack() as held:
+            if HEADER.unpack_from(self._received)[0] > _UNREAD_BYTES:
+                await held.enter_async_context(self._server.arriving[OWNER.get()])
+            await held.enter_async_context(self._begun())
+            while not (self._has_frame() or self._has_ended):
+                await self._more()
+
+    @asynccontextmanager
+    async def _begun(self) -> AsyncIterator[None]:
+        """Limit the time in which a message arrives, and count what arrived of one that is given up."""
+        try:
+            async with asyncio.timeout(MESSAGE_TIMEOUT_S):
+                yield
+        except TimeoutError:
+            CALL.get().owe(len(self._received))
+            raise DeadlineExceeded(
+                f"a message did not arrive within {MESSAGE_TIMEOUT_S:g} s of its first byte",
+                remedy="send each message as a whole",
+            ) from None
+
+    async def _more(self) -> None:
+        """Wait until more has arrived, or nothing more will."""
+        if self._is_paused:
+            self._is_paused = False
+            self._transport.resume_reading()
+        self._reader = self._loop.create_future()
+        try:
+            await self._reader
+        finally:
+            self._reader = None
 
     async def write(self, message: bytes) -> None:
         """Send a message, and wait until the client has read most of those before. A client that is gone gets none."""
@@ -282,6 +324,7 @@ class _Connection(asyncio.Protocol):
 
     def _end_with(self, status: bytes) -> None:
         """Send the status, empty for OK, and close the connection."""
+        self._received = bytearray()
         if self._is_lost:
             return
         response = TtrpcResponse(status=status).SerializeToString()
