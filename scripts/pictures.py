@@ -87,7 +87,7 @@ TIERS = Picture(
         (620, 290, 295, 90, ("Disk tier", "sealed slots in one file")),
     ),
     (
-        ((140, 90), (140, 160), False, "stamps, then jobs of movers", (150, 130), "start"),
+        ((140, 90), (140, 160), False, "stamps, then copy jobs", (150, 130), "start"),
         ((275, 185), (620, 185), False, "save: what is evicted next", (447, 175), "middle"),
         ((620, 225), (275, 225), False, "load: what the hit lacks, by group", (447, 246), "middle"),
         ((767, 250), (767, 290), False, "move: what the host evicts next", (757, 275), "end"),

@@ -73,6 +73,11 @@ PLANTED = {
         "pip install -U 'kvp" + "lane[vllm]'\n",
         "pip install '.[vllm]'; helm install kvplane",
     ),
+    "words_for_users": (
+        "docs/x.md",
+        "It begins a new engine\nlife.\n",
+        "In state `lapsed`, see KvplaneReplicaLapsed.\n",
+    ),
     "plain_words": ("docs/glossary.md", "It is to" + "ld so.\n", "The report is sent.\n"),
 }
 
@@ -108,6 +113,8 @@ def test_rule_finds_a_planted_fault_and_accepts_its_neighbour(rule):
         (tidy.private_places, "notes.md", "https://py" + "pi.org/simple\n"),
         (tidy.repeated_lines, "tests/test_x.py", repetition(30)),
         (tidy.core_purity, CORE, "from google.protobuf import message\n"),
+        (tidy.words_for_users, LIBRARY, '"""Text."""\nx = f"the {y} lapsed"\nz = "lapsed"\n'),
+        (tidy.words_for_users, "proto/kvplane/v1/x.proto", "// Ask its movers.\n"),
         (tidy.unpublished, LIBRARY, 'remedy = "install kvp' + 'lane[fleet]"\n'),
         (tidy.unpublished, "docs/x.md", "python -m pip install\n  kvp" + "lane\n"),
         (tidy.plain_words, "docs/glossary.md", "class To" + "ldTwice:\n"),

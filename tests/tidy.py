@@ -352,6 +352,21 @@ def plain_words(tree: Tree) -> Iterator[str]:
             yield from (complaint(f, line, f"{word!r}: write {remedy}") for line, word, remedy in words.banned(f.text))
 
 
+def words_for_users(tree: Tree) -> Iterator[str]:
+    """Words of FOR_USERS in documents, in the contract, and in what the product prints: strings, not docstrings."""
+    for f in tree.files:
+        if f.path.startswith(words.READ_BY_USERS) and words.is_checked(f.path):
+            found = words.banned(f.text, for_users=True)
+            yield from (complaint(f, line, f"{word!r}: write {remedy}") for line, word, remedy in found)
+    for f, module in tree.modules:
+        docs = {id(node.value) for node in ast.walk(module) if isinstance(node, ast.Expr)}
+        for node in ast.walk(module):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+                text = "" if node.value.isidentifier() else node.value  # the name of something
+                found = words.banned(text, for_users=True)
+                yield from (complaint(f, node.lineno, f"{word!r}: write {remedy}") for _, word, remedy in found)
+
+
 def unpublished(tree: Tree) -> Iterator[str]:
     """A pip command that looks for kvplane in an index, where it is not."""
     for f in tree.files:
@@ -375,5 +390,6 @@ RULES: tuple[Callable[[Tree], Iterator[str]], ...] = (
     repeated_lines,
     core_purity,
     plain_words,
+    words_for_users,
     unpublished,
 )

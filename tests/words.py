@@ -50,6 +50,17 @@ REPLACEMENTS: dict[str, str] = {
     "make of it|makes of it|make of them": "handle, return",
 }
 
+# Words that users do not search for, in what they read: documents, contract, messages of the product. In backticks, or
+# as a part of an identifier, they are names, which stay.
+FOR_USERS: dict[str, str] = {
+    "engine life|engine lives": "epoch",
+    "lapse|lapses|lapsed": "expire, expired (the state `lapsed` is a name)",
+    "mover|movers": "copy engine, copy job, transfer, worker",
+    "dearer": "more expensive, slower",
+    "lack of room": "no free blocks",
+}
+READ_BY_USERS = ("README.md", "SECURITY.md", "docs/", "proto/", "helm/")
+
 # Where the words are the subject, where the text is of the past or not by this project, and the written results of
 # benchmarks: each has the words of the program and the commit that measured it, and changes when it is measured again.
 EXEMPT = ("tests/words.py", "CHANGELOG.md", "LICENSE", "tests/bench/results/")
@@ -65,6 +76,13 @@ def _pattern(alternatives: str) -> re.Pattern[str]:
 
 
 _PATTERNS = [(_pattern(words), remedy) for words, remedy in REPLACEMENTS.items()]
+_FOR_USERS = [
+    (
+        re.compile(r"(?<![\w`\".-])(?:" + words.replace(" ", r"(?:\s|#|//|\*)+") + r")(?![\w`\"-])", re.IGNORECASE),
+        remedy,
+    )
+    for words, remedy in FOR_USERS.items()
+]
 
 
 def is_checked(path: str) -> bool:
@@ -72,10 +90,11 @@ def is_checked(path: str) -> bool:
     return path.endswith(SUFFIXES) and not path.startswith(EXEMPT) and "_pb2" not in path
 
 
-def banned(text: str) -> Iterator[tuple[int, str, str]]:
-    """Line, word and replacement of every banned word, by line."""
+def banned(text: str, for_users: bool = False) -> Iterator[tuple[int, str, str]]:
+    """Line, word and replacement of every banned word, by line; `for_users`: of those of FOR_USERS alone."""
+    patterns = _FOR_USERS if for_users else _PATTERNS
     found = [
-        (text.count("\n", 0, one.start()) + 1, one[0], remedy) for p, remedy in _PATTERNS for one in p.finditer(text)
+        (text.count("\n", 0, one.start()) + 1, one[0], remedy) for p, remedy in patterns for one in p.finditer(text)
     ]
     yield from sorted((line, " ".join(word.split()), remedy) for line, word, remedy in found)
 

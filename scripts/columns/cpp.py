@@ -60,7 +60,7 @@ def structs(messages: Sequence[Message]) -> Iterator[str]:
 
 
 ORDERS_TOP = """
-// What a part orders; orders for movers are rows of `JobOrders`.
+// What a part orders; orders of copies are rows of `JobOrders`.
 #pragma once
 
 #include "types.h"

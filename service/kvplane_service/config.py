@@ -130,7 +130,7 @@ class Config(BaseModel):
     max_token_id: Annotated[int, Field(ge=0, le=2**32 - 1)] = 2**32 - 1
     """Largest token id that unary calls accept."""
     lease_ms: Millis = 10_000
-    """Lease of a session: the session lapses when no message arrives for this time."""
+    """Lease of a session: the session expires when no message arrives for this time."""
     mirror_max_lag_ms: Millis = 5000
     """Age above which the steps of a mirrored engine are too old: the replica's keys are hidden until the service has
     caught up.

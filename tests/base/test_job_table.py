@@ -127,7 +127,7 @@ def test_ends_are_kept_for_every_job_in_flight(table):
     assert table.ends_from(last - MAX_JOBS) == [
         (job << 32, job % 5 + 1, job % 2 == 1) for job in range(last - MAX_JOBS + 1, last + 1)
     ]
-    with pytest.raises(FailedPrecondition, match="new engine life"):
+    with pytest.raises(FailedPrecondition, match="new epoch"):
         table.ends_from(0)
 
 

@@ -74,7 +74,7 @@ def test_decode_prints_ended_loads(kvplane):
     part = Part(cache=Cache(loads_over=[5, 9]))
     code, out, _ = kvplane("decode", pack(Decision(Step(2, 3, [part]), result, ([],), 0, 0)))
     assert code == 0
-    assert "loads of earlier engine lives are over: blocks [5, 9]" in out.splitlines()
+    assert "loads of earlier epochs are over: blocks [5, 9]" in out.splitlines()
 
 
 def test_decode_of_invalid_text_is_wrong_use(kvplane):

@@ -376,7 +376,7 @@ def test_a_load_of_a_new_life_waits_for_launches_of_the_previous_life():
     one, rank, group = life_with_a_launch_in_flight()
     rank.carry_out(EPOCH + 1, 3, 0, Orders())
     assert not group.may_load(EPOCH + 1, 3, 0, 0)
-    with pytest.raises(FailedPrecondition, match="earlier engine life") as caught:
+    with pytest.raises(FailedPrecondition, match="earlier epoch") as caught:
         rank.check_load(EPOCH + 1, 3, 0, 0)
     assert (caught.value.field, "launches_ended" in caught.value.remedy) == ("epoch", True)
     rank.executed(2)  # the number at which this life began: it does not cover launches

@@ -146,13 +146,13 @@ def busy_block_that_is_free(engine):
 def busy_block_with_a_holder(engine):
     engine.pool.busy.add(3)
     engine.pool.references[3] += 1
-    return "block 3 is under a load of an earlier engine life and has 2 holders"
+    return "block 3 is under a load of an earlier epoch and has 2 holders"
 
 
 def busy_block_with_a_key(engine):
     engine.pool.hold_busy([8])
     engine.pool.register(8, ("", 0, fake_digest(1)), 4)
-    return "block 8 is under a load of an earlier engine life and has a key"
+    return "block 8 is under a load of an earlier epoch and has a key"
 
 
 def negative_in_flight(engine):

@@ -193,7 +193,7 @@ FAULTS: list[tuple[str, Callable[[], Engine], Callable[[Engine], object], str]] 
     ("tables", plain, stop_with_blocks, "slot 0 holds blocks of group 0, not running"),
     ("references", plain, lambda engine: engine.pool.references.__setitem__(3, 2), "block 3: 2 references, 1 holders"),
     ("busy_blocks", plain, lambda engine: engine.pool.hold_busy([8]) or engine.pool.register(
-        8, ("", 0, fake_digest(1)), 4), "block 8 is under a load of an earlier engine life and has a key"),
+        8, ("", 0, fake_digest(1)), 4), "block 8 is under a load of an earlier epoch and has a key"),
     ("keys", plain, lambda engine: engine.pool.key_tokens.__setitem__(1, 0), "block 1: tokens without a key"),
     ("key_index", plain, lambda engine: engine.pool.key.__setitem__(2, None), "is not on block 2"),
     ("state_keys", states, second_key_of_a_state, "holds one state and has 2 keys"),

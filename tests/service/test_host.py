@@ -141,7 +141,7 @@ class TestOpening:
 
     def test_a_life_of_equal_epoch_begun_by_another_session_is_not_resumed(self, world):
         engine = world.open(owner_epoch=40)
-        with world.refuses(ServiceRestarted, "another engine life with this number", field="epoch"):
+        with world.refuses(ServiceRestarted, "another epoch with this number", field="epoch"):
             world.open(41, life_nonce=engine.nonce + 1)
         again = world.open(41, life_nonce=engine.nonce)
         assert world.open(41, life_nonce=engine.nonce).opened.epoch == 41

@@ -226,7 +226,7 @@ def test_page_shows_fleet_pool_requests_and_causes(browser, busy, pictures, dark
     browser.value("document.querySelector('button[data-replica=r]').click()")
     browser.wait(lambda: browser.text("#detail-title") == "r")
     facts = browser.text("#facts")
-    assert "live, engine life 2, step 2" in facts
+    assert "live, epoch 2, step 2" in facts
     assert "32 of 140 tokens looked up (23 %)" in facts
     requests = browser.text("#requests")
     assert MARKUP in requests

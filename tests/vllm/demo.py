@@ -120,7 +120,7 @@ class Engine:
     def life(self) -> str:
         """The line of the engine's log that says what its last start kept."""
         lines = [line for line in Path(self._log.name).read_text().splitlines() if "keys kept" in line]
-        return lines[-1][lines[-1].index("engine life") :] if lines else "no key was kept"
+        return lines[-1][lines[-1].index("epoch") :] if lines else "no key was kept"
 
     def kill(self, sign: signal.Signals = signal.SIGKILL) -> None:
         """End the process and its children."""

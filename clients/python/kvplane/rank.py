@@ -288,7 +288,7 @@ class Rank:
             raise FailedPrecondition(
                 f"after step {done_seq}, part {done_part}, orders were interrupted or pages were invalidated",
                 field="seq",
-                remedy="begin a new engine life: open a session with epoch 0",
+                remedy="begin a new epoch: open a session with epoch 0",
             )
         if (seq, part) in ((done_seq + 1, 0), (done_seq, done_part + 1)):
             return

@@ -122,7 +122,7 @@ class TierJobs:
         deadline = time.monotonic() + timeout_s
         while not self.may_carry_out:
             if time.monotonic() >= deadline:
-                what = f"movers work on jobs of an engine before this one since {timeout_s} s"
+                what = f"copy jobs of an engine before this one since {timeout_s} s"
                 raise Unavailable(what, remedy="start the workers again, which have new pages then")
             time.sleep(_POLL_S)
 

@@ -32,9 +32,9 @@ FIXED_HASHES = ("sha256", "sha256_cbor")
 
 # Settings with which pages of an earlier engine life may be wrong: (problem, field, its test).
 UNFIT: tuple[tuple[str, str, Callable[[VllmConfig], Any]], ...] = (
-    ("an adapter's weights may change between engine lives", "lora_config", lambda one: one.lora_config),
+    ("an adapter's weights may change between epochs", "lora_config", lambda one: one.lora_config),
     (
-        "the scales of the pages are computed again in each engine life",
+        "the scales of the pages are computed again in each epoch",
         "cache_config.calculate_kv_scales",
         lambda one: getattr(one.cache_config, "calculate_kv_scales", False),
     ),

@@ -191,7 +191,7 @@ class PagesOfWorker(InProcessManager):
         self.recovered = found = replica.recover(self.epoch, memory.stamps(), stored)
         replica.take_events()
         self._age = max((int(max(one.age, default=0)) for one in stored), default=0) + 1
-        logger.info("engine life %d: %d keys kept, %d not in memory", self.epoch, found.kept, found.unproven)
+        logger.info("epoch %d: %d keys kept, %d not in memory", self.epoch, found.kept, found.unproven)
         return replica
 
     def known_epoch(self) -> int:

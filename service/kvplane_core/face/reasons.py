@@ -115,7 +115,7 @@ TEXTS = {
     "owner": ("the name of an owner is too long", f"give at most {MAX_OWNER_CHARS} characters"),
     # images
     "image alone": ("an image is alone in its step, behind its requests", _PREEMPT),
-    "image late": ("this engine life has allocated blocks already: an image must come first", _PREEMPT),
+    "image late": ("this epoch has allocated blocks already: an image must come first", _PREEMPT),
     "no stamps": ("the session was opened without a stamp table", _PREEMPT),
     "load may write": ("a load may still write block {0}; mark its request as loading", _PREEMPT),
     "image lacks": ("the table of slot {0} in group {1} lacks a block that {2} tokens need", _PREEMPT),

@@ -142,7 +142,7 @@ def _check_references(pool: BlockPool, is_free: bytearray, holders: Sequence[int
             text = f"block {block}: {count} holders, free: {bool(is_free[block])}"
             raise BrokenInvariant("references", text)
     for block in pool.busy:
-        text = f"block {block} is under a load of an earlier engine life and has"
+        text = f"block {block} is under a load of an earlier epoch and has"
         if holders[block] != 1:
             raise BrokenInvariant("busy_blocks", f"{text} {holders[block]} holders")
         if pool.key[block] is not None:

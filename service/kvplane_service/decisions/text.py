@@ -32,14 +32,14 @@ def _part_lines(part: Part, result: PartResult) -> Iterator[str]:
     if cache.hits_checked or cache.mismatched:
         yield f"canary: {cache.hits_checked} hits compared, other content in blocks {_numbers(cache.mismatched)}"
     if cache.loads_over:
-        yield f"loads of earlier engine lives are over: blocks {cache.loads_over}"
+        yield f"loads of earlier epochs are over: blocks {cache.loads_over}"
     if cache.jobs_done or cache.jobs_failed:
-        yield f"jobs of the movers: {_numbers(cache.jobs_done)} done, {_numbers(cache.jobs_failed)} failed"
+        yield f"copy jobs: {_numbers(cache.jobs_done)} done, {_numbers(cache.jobs_failed)} failed"
     if cache.costs_ns:
         of_token, *of_block = cache.costs_ns
         yield f"costs in ns: {of_token} to compute a token, {of_block} to load a block from each tier"
     if cache.jobs_before:
-        yield f"jobs of the movers before {cache.jobs_before}: failed, if they were not reported"
+        yield f"jobs of the copy engine before {cache.jobs_before}: failed, if they were not reported"
     for row, slot in enumerate(part.news.slot):
         name = f" {part.news.request_id[row]!r}" if part.news.request_id else ""
         hint = f", hint {part.news.hint[row]}" if part.news.hint else ""

@@ -78,7 +78,7 @@ class CacheRequests:
                 return await answer
         except TimeoutError:
             why = "only its ranks can write the stamps that make this final"
-            why = "only its movers can copy" if part.prefetch.slot else why
+            why = "only its workers can copy" if part.prefetch.slot else why
             why = "only its steps change what is evicted" if part.retain.num_hashes else why
             is_alone = self.send is None and request not in self._merged
             late = "nothing was changed" if is_alone else "it may still do so"

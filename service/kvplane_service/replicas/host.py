@@ -82,9 +82,9 @@ class ReplicaHost(HostState):
             self.recovering.observe_epoch(request.epoch)
             raise restarted(f"the service was restarted and lost the requests of {self.name}", self.epoch)
         if request.epoch == self.epoch and request.life_nonce != self._life_nonce:
-            raise restarted(f"this service began another engine life with this number on {self.name}", self.epoch)
+            raise restarted(f"this service began another epoch with this number on {self.name}", self.epoch)
         if request.epoch != self.epoch or not self._resumable:
-            raise self._stale_epoch(request.epoch, "open with epoch 0 to begin a new engine life")
+            raise self._stale_epoch(request.epoch, "open with epoch 0 to begin a new epoch")
 
     async def prove_ahead(self, request: OpenRequest, offload: Offload) -> None:
         """After a restart, verify stored entries on a thread, so that `open` does not delay other replicas.
@@ -462,7 +462,7 @@ class ReplicaHost(HostState):
         self._check_sound()
         session = self._renew_lease(nonce)
         if step.epoch != self.epoch:
-            raise self._stale_epoch(step.epoch, "end this engine life")
+            raise self._stale_epoch(step.epoch, "end this epoch")
         answer = self._order.find(step, fingerprint)
         if answer is not None:
             return answer

@@ -71,9 +71,9 @@ def check_request(request: OpenRequest, spec: ReplicaSpec) -> None:
         )
     if request.epoch != NEW_EPOCH and not request.life_nonce:
         raise InvalidArgument(
-            f"epoch {request.epoch} alone does not identify an engine life",  # two services may give it
+            f"epoch {request.epoch} alone does not identify an engine's epoch",  # two services may give it
             field="life_nonce",
-            remedy="send the nonce of the stream that began this engine life, or open with epoch 0",
+            remedy="send the nonce of the stream that began this epoch, or open with epoch 0",
         )
     if len(request.stamp_table) not in (0, num_blocks, spec.num_stamps):
         slots = f" and {spec.num_stamps - num_blocks} slots of tiers" if spec.tiers else ""

@@ -99,7 +99,7 @@ async def claimed(entry: Entry, request: OpenRequest, claim: Claim) -> tuple[Ope
             busy = _busy(request, pages, host.replica.spec.num_blocks)
             return replace(request, stamp_table=stamps, busy_blocks=busy), epoch
     raise Unavailable(
-        f"another engine life of {host.name} began during each of {MAX_ATTEMPTS} attempts to claim its workers",
+        f"another epoch of {host.name} began during each of {MAX_ATTEMPTS} attempts to claim its workers",
         field="replica",
         remedy="check that only one engine uses the replica, and try again",
     )

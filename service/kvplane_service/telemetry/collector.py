@@ -102,7 +102,7 @@ _FAMILIES = (
     Family(
         GaugeMetricFamily,
         "kvplane_blocks",
-        "Blocks by state: held by requests; busy (under loads of earlier engine lives); cached and free; empty, free "
+        "Blocks by state: held by requests; busy (under loads of earlier epochs); cached and free; empty, free "
         "without a key; slack, with split pages: free without a key under superblocks in use, where no state fits.",
         ("state",),
         _blocks,
@@ -236,7 +236,7 @@ _FAMILIES = (
         "Blocks of these hits that had other content than their keys name; their keys were removed everywhere.",
         lambda host: host.tally.mismatches,
     ),
-    _counter("kvplane_lives", "Engine lives started by sessions.", lambda host: host.tally.lives),
+    _counter("kvplane_lives", "Epochs started by sessions.", lambda host: host.tally.lives),
     _counter("kvplane_lapses", "Expired leases of sessions.", lambda host: host.events.num_withdrawals),
     _gauge(
         "kvplane_mirror_lag_steps",
@@ -381,7 +381,7 @@ def _held(holds: Holds) -> Metric:
 
 
 def _states(hosts: Sequence[ReplicaHost]) -> Metric:
-    states = ", ".join(state.value for state in ReplicaState)
+    states = ", ".join(f"`{state.value}`" for state in ReplicaState)
     family = GaugeMetricFamily("kvplane_replicas", f"Registered replicas by state: {states}.", labels=("state",))
     found = [host.state for host in hosts]
     for state in ReplicaState:

@@ -67,7 +67,7 @@ def collect(entries: Sequence[Entry]) -> Iterator[Metric]:
             replicas,
             lambda one, of=outcomes: _counts(one, of),  # type: ignore[misc]
         )
-    yield _family(GaugeMetricFamily, "kvplane_tier_jobs", "Jobs of movers in flight.", ("kind",), replicas, _jobs)
+    yield _family(GaugeMetricFamily, "kvplane_tier_jobs", "Copy jobs in flight.", ("kind",), replicas, _jobs)
     for kind, name, text, labels, read_use in _OF_WORKERS:
         family = kind(name, text, labels=("replica", "rank", "tier", *labels))
         for replica, entry in tiered:
@@ -173,8 +173,8 @@ _OF_WORKERS: tuple[tuple[_Kind, str, str, tuple[str, ...], Callable[[TierUse], _
     (
         CounterMetricFamily,
         "kvplane_worker_tier_blocks",
-        "Blocks that the movers of a worker saved into and loaded from a tier; discarded (a stamp had changed, or the "
-        "engine life had ended); refused (the slot held something else, or was damaged); failed (errors of the disk).",
+        "Blocks that the copy engine of a worker saved into and loaded from a tier; discarded (a stamp had changed, or "
+        "the epoch had ended); refused (the slot held something else, or was damaged); failed (errors of the disk).",
         ("outcome",),
         _blocks_of,
     ),

@@ -32,9 +32,9 @@ class EngineCalls:
         host = self._host
         if isinstance(call, PrefetchCall) and (host.mirror.is_attached or not self.are_for(call)):
             raise FailedPrecondition(
-                f"{host.name} has no engine whose movers could copy blocks, or one that decides itself",
+                f"{host.name} has no engine whose workers could copy blocks, or one that decides itself",
                 field="replica",
-                remedy="connect an engine with a session and movers, or let the engine prefetch",
+                remedy="connect an engine with a session and workers, or let the engine prefetch",
             )
         if isinstance(call, RetainCall) and (host.mirror.is_attached or host.has_left):
             raise FailedPrecondition(

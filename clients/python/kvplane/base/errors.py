@@ -63,7 +63,7 @@ class FailedPrecondition(KvplaneError):
 
 
 class StaleEpoch(FailedPrecondition):
-    """The epoch of the call is not the current one: a newer engine life (the time of one epoch) owns the replica.
+    """The epoch of the call is not the current one: a newer one owns the replica.
     `metadata["epoch"]` is the current epoch.
     """
 
@@ -91,7 +91,7 @@ class SequenceError(FailedPrecondition):
 
 
 class ReplicaLapsed(FailedPrecondition):
-    """The replica's session has lapsed: the contents of its pages are unknown until a session opens or continues."""
+    """The replica's session has expired: the contents of its pages are unknown until a session opens or continues."""
 
     reason = "REPLICA_LAPSED"
 

@@ -271,7 +271,7 @@ class JobTable:
             raise FailedPrecondition(
                 f"of {self._words[_ENDED] - position} ends of jobs, the table has the last {_ENDS}",
                 field="position",
-                remedy="read the ends before every step; begin a new engine life now",
+                remedy="read the ends before every step; begin a new epoch now",
             )
         return ends
 

@@ -75,7 +75,7 @@ class Cache:
     flight may fail too (list them all) or be launched as they were answered: what they compute for a preempted request
     is not used, and its keys are withdrawn as well. Every rank still carries out the orders of a failed step, in order,
     because the result of a reset or an eviction is final once its stamps are written. A rank that cannot do so ends the
-    engine life. executed_through passes a failed step when its orders are carried out.
+    epoch. executed_through passes a failed step when its orders are carried out.
     """
 
     evicted: MutableSequence[int] = field(default_factory=list)
@@ -97,14 +97,14 @@ class Cache:
     """Drop every key. Done only when no request holds a block (PartResult.reset_done)."""
 
     loads_over: MutableSequence[int] = field(default_factory=list)
-    """u32: blocks of SessionOpened.busy_blocks that no mover writes any more, on any rank. They return to the pool.
+    """u32: blocks of SessionOpened.busy_blocks that no transfer writes any more, on any rank. They return to the pool.
     INVALID_ARGUMENT for any other block.
     """
 
     jobs_done: MutableSequence[int] = field(default_factory=list)
     """u64: jobs of Orders that are done: on every rank the bytes are where the order puts them, and every version and
     stamp was as the order says. A load before its PartResult.admit_load_after is executed is refused. A job that has
-    ended before changes nothing; one that was never ordered is refused. Jobs of an earlier engine life may be reported.
+    ended before changes nothing; one that was never ordered is refused. Jobs of an earlier epoch may be reported.
     """
 
     jobs_failed: MutableSequence[int] = field(default_factory=list)
@@ -114,8 +114,8 @@ class Cache:
 
     jobs_before: int = 0
     """Every job with a lower number that was not reported has failed, and no rank works on it any more. A job is
-    numbered by its epoch, shifted left by 32, and a counter: an engine whose movers have stopped the jobs of earlier
-    engine lives sends its epoch << 32. At most the number after that of the last job.
+    numbered by its epoch, shifted left by 32, and a counter: an engine whose workers have stopped the jobs of earlier
+    epochs sends its epoch << 32. At most the number after that of the last job.
     """
 
     costs_ns: MutableSequence[int] = field(default_factory=list)
@@ -353,9 +353,9 @@ class Retain(RetainMethods):
     """Prefixes to retain. The blocks that a hit of the whole prefix needs, as far as they are cached now, are evicted
     after all that are not retained, those of lower priority first. Nothing is held for it: what is retained is evicted
     before an allocation fails. A row renews an earlier one with equal owner, domain and hashes. What is retained ends
-    with its time, a release, and the loss of its content; keys that a new engine life keeps stay retained. Not with
-    split pages. With tiers that have a retained_percent, what is cached in them alone is retained too: a key is
-    retained in the place where it was found, and in all tiers behind that, and counts in each of them.
+    with its time, a release, and the loss of its content; keys that a new epoch keeps stay retained. Not with split
+    pages. With tiers that have a retained_percent, what is cached in them alone is retained too: a key is retained in
+    the place where it was found, and in all tiers behind that, and counts in each of them.
     """
 
     num_hashes: MutableSequence[int] = field(default_factory=list)
@@ -432,10 +432,10 @@ class Budget:
 
 @dataclass(slots=True)
 class Resume:
-    """The image: which blocks were held in an earlier engine life, with nothing in flight. Accepted as a whole or
-    refused with INVALID_ARGUMENT. It is alone in its step: one part without another section, behind the steps with the
-    requests (news), in an engine life that was opened with a stamp table and has allocated nothing yet. Every block
-    that is not listed is free.
+    """The image: which blocks were held in an earlier epoch, with nothing in flight. Accepted as a whole or refused
+    with INVALID_ARGUMENT. It is alone in its step: one part without another section, behind the steps with the requests
+    (news), in an epoch that was opened with a stamp table and has allocated nothing yet. Every block that is not listed
+    is free.
     """
 
     slot: MutableSequence[int] = field(default_factory=list)
@@ -539,9 +539,9 @@ class Orders:
     blocks after the lower `computed` are zeroed when that `computed` is sent: with or before the release or commit that
     ends the load, or later while the request is running and has been granted no tokens since its admission. A transfer
     of this step starts after its zeroes and copies have finished on the device. The columns from load_job on are jobs
-    of the movers of a replica with tiers. They may begin when the above is done, in any order and concurrently with the
-    launches; a load also waits for PartResult.admit_load_after. A slot holds the version of the job that wrote it last.
-    No job reads or writes a part of a slot or page that its row does not name.
+    of the workers of a replica with tiers. They may begin when the above is done, in any order and concurrently with
+    the launches; a load also waits for PartResult.admit_load_after. A slot holds the version of the job that wrote it
+    last. No job reads or writes a part of a slot or page that its row does not name.
     """
 
     stamp_block: MutableSequence[int] = field(default_factory=list)

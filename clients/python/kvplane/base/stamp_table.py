@@ -237,7 +237,7 @@ class StampTable:
                 f"{next_seq} is not a step number", field="next_seq", remedy=f"give a number of 1 to {_MAX_SEQ}"
             )
         if epoch < self.owner_epoch:
-            raise self._stale(epoch, "open a session for a new engine life; the service gives it a higher epoch")
+            raise self._stale(epoch, "open a session for a new epoch; the service gives it a higher epoch")
         begins = epoch > self.owner_epoch
         # The owner is written last, so that an interrupted claim does not give one epoch the progress of another.
         if begins:
@@ -257,7 +257,7 @@ class StampTable:
             StaleEpoch: this or a newer epoch owns the table.
         """
         if epoch == self.owner_epoch:
-            raise self._stale(epoch, "open a session for a new engine life; the service gives it a higher epoch")
+            raise self._stale(epoch, "open a session for a new epoch; the service gives it a higher epoch")
         self.claim(epoch)
 
     def check_owner(self, epoch: int) -> None:
@@ -265,7 +265,7 @@ class StampTable:
         epoch is refused.
         """
         if epoch != self.owner_epoch or not epoch:
-            raise self._stale(epoch, "claim the table first, or end this engine life if a newer one owns it")
+            raise self._stale(epoch, "claim the table first, or end this epoch if a newer one owns it")
 
     def check_load(self, epoch: int, seq: int, part: int, load_after: int) -> None:
         """Raise an error unless a load (a transfer into pages from outside) may write, on this rank, the pages of an
@@ -288,7 +288,7 @@ class StampTable:
         self.check_owner(epoch)
         if self._words[_PART] & _EARLIER:
             raise FailedPrecondition(
-                "launches of an earlier engine life may still write the load's pages on this rank",
+                "launches of an earlier epoch may still write the load's pages on this rank",
                 field="epoch",
                 remedy="call Rank.launches_ended when they have ended, or load after the first step of this life",
             )

@@ -160,7 +160,7 @@ class SessionMachine:
         """
         if not self._can_revive:
             raise FailedPrecondition(
-                "the session has no revive, which returns the engine's requests for a new engine life",
+                "the session has no revive, which returns the engine's requests for a new epoch",
                 remedy="close the session, and open another one",
             )
         self._leave("the engine begins a new life")

@@ -80,7 +80,7 @@ def first_request(replica: str, revive: Callable[[], Revival] | None, options: S
     if given:
         name = given[0]
         raise InvalidArgument(
-            f"{name} is given together with revive, which begins a new engine life with its own stamps",
+            f"{name} is given together with revive, which begins a new epoch with its own stamps",
             field=name,
             remedy=f"omit {name} or revive",
         )

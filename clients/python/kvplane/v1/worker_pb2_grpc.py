@@ -99,7 +99,7 @@ class WorkerServicer(object):
         its bytes must not be used. A call that ends without a response (cancelled, or after its deadline) may still move
         pages. The load that it belongs to has not finished until Describe no longer lists its blocks as busy.
         INVALID_ARGUMENT: a page outside the pool or the staging buffer; nothing was moved. STALE_EPOCH: the caller's
-        engine life does not own the pages. FAILED_PRECONDITION: the load may not start on this rank yet; retry when the
+        epoch does not own the pages. FAILED_PRECONDITION: the load may not start on this rank yet; retry when the
         condition in the remedy holds. RESOURCE_EXHAUSTED: too many calls are waiting.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -115,9 +115,9 @@ class WorkerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Claim(self, request, context):
-        """Raises the owner epoch of the pages for a new engine life; from then on only that engine life can write them. Does
-        not wait for transfers: those of earlier engine lives that are writing are listed in the response, and no further
-        one can start. STALE_EPOCH: an engine life of this or a higher epoch owns the pages (metadata "epoch").
+        """Raises the owner epoch of the pages for a new epoch; from then on only that epoch can write them. Does
+        not wait for transfers: those of earlier epochs that are writing are listed in the response, and no further
+        one can start. STALE_EPOCH: this or a higher epoch owns the pages (metadata "epoch").
         FAILED_PRECONDITION: the worker is not worker_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -54,7 +54,7 @@ class WorkerStub:
     its bytes must not be used. A call that ends without a response (cancelled, or after its deadline) may still move
     pages. The load that it belongs to has not finished until Describe no longer lists its blocks as busy.
     INVALID_ARGUMENT: a page outside the pool or the staging buffer; nothing was moved. STALE_EPOCH: the caller's
-    engine life does not own the pages. FAILED_PRECONDITION: the load may not start on this rank yet; retry when the
+    epoch does not own the pages. FAILED_PRECONDITION: the load may not start on this rank yet; retry when the
     condition in the remedy holds. RESOURCE_EXHAUSTED: too many calls are waiting.
     """
     Checksum: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ChecksumRequest, _worker_pb2.ChecksumResponse]
@@ -62,9 +62,9 @@ class WorkerStub:
     pool.
     """
     Claim: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ClaimRequest, _worker_pb2.ClaimResponse]
-    """Raises the owner epoch of the pages for a new engine life; from then on only that engine life can write them. Does
-    not wait for transfers: those of earlier engine lives that are writing are listed in the response, and no further
-    one can start. STALE_EPOCH: an engine life of this or a higher epoch owns the pages (metadata "epoch").
+    """Raises the owner epoch of the pages for a new epoch; from then on only that epoch can write them. Does
+    not wait for transfers: those of earlier epochs that are writing are listed in the response, and no further
+    one can start. STALE_EPOCH: this or a higher epoch owns the pages (metadata "epoch").
     FAILED_PRECONDITION: the worker is not worker_id.
     """
 
@@ -94,7 +94,7 @@ class WorkerAsyncStub(WorkerStub):
     its bytes must not be used. A call that ends without a response (cancelled, or after its deadline) may still move
     pages. The load that it belongs to has not finished until Describe no longer lists its blocks as busy.
     INVALID_ARGUMENT: a page outside the pool or the staging buffer; nothing was moved. STALE_EPOCH: the caller's
-    engine life does not own the pages. FAILED_PRECONDITION: the load may not start on this rank yet; retry when the
+    epoch does not own the pages. FAILED_PRECONDITION: the load may not start on this rank yet; retry when the
     condition in the remedy holds. RESOURCE_EXHAUSTED: too many calls are waiting.
     """
     Checksum: _aio.UnaryUnaryMultiCallable[_worker_pb2.ChecksumRequest, _worker_pb2.ChecksumResponse]  # type: ignore[assignment]
@@ -102,9 +102,9 @@ class WorkerAsyncStub(WorkerStub):
     pool.
     """
     Claim: _aio.UnaryUnaryMultiCallable[_worker_pb2.ClaimRequest, _worker_pb2.ClaimResponse]  # type: ignore[assignment]
-    """Raises the owner epoch of the pages for a new engine life; from then on only that engine life can write them. Does
-    not wait for transfers: those of earlier engine lives that are writing are listed in the response, and no further
-    one can start. STALE_EPOCH: an engine life of this or a higher epoch owns the pages (metadata "epoch").
+    """Raises the owner epoch of the pages for a new epoch; from then on only that epoch can write them. Does
+    not wait for transfers: those of earlier epochs that are writing are listed in the response, and no further
+    one can start. STALE_EPOCH: this or a higher epoch owns the pages (metadata "epoch").
     FAILED_PRECONDITION: the worker is not worker_id.
     """
 
@@ -149,7 +149,7 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         its bytes must not be used. A call that ends without a response (cancelled, or after its deadline) may still move
         pages. The load that it belongs to has not finished until Describe no longer lists its blocks as busy.
         INVALID_ARGUMENT: a page outside the pool or the staging buffer; nothing was moved. STALE_EPOCH: the caller's
-        engine life does not own the pages. FAILED_PRECONDITION: the load may not start on this rank yet; retry when the
+        epoch does not own the pages. FAILED_PRECONDITION: the load may not start on this rank yet; retry when the
         condition in the remedy holds. RESOURCE_EXHAUSTED: too many calls are waiting.
         """
 
@@ -169,9 +169,9 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.ClaimRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.ClaimResponse, _abc.Awaitable[_worker_pb2.ClaimResponse]]:
-        """Raises the owner epoch of the pages for a new engine life; from then on only that engine life can write them. Does
-        not wait for transfers: those of earlier engine lives that are writing are listed in the response, and no further
-        one can start. STALE_EPOCH: an engine life of this or a higher epoch owns the pages (metadata "epoch").
+        """Raises the owner epoch of the pages for a new epoch; from then on only that epoch can write them. Does
+        not wait for transfers: those of earlier epochs that are writing are listed in the response, and no further
+        one can start. STALE_EPOCH: this or a higher epoch owns the pages (metadata "epoch").
         FAILED_PRECONDITION: the worker is not worker_id.
         """
 

@@ -216,7 +216,7 @@ class Link:
         self.epoch, self.kept_keys = self._session.epoch, self._session.kept_keys
         if self._memory is not None:
             self._memory.own(self.epoch)
-            logger.info("engine life %d: %d keys kept", self.epoch, self.kept_keys)
+            logger.info("epoch %d: %d keys kept", self.epoch, self.kept_keys)
         self.life += 1
         self.answered = self._session.next_seq - 1
 

@@ -52,7 +52,7 @@ class ReferenceChecks {
             if (facts_.pace.Spend(3 * Pace::kNear)) co_yield Pause();
         }
         for (const Block block : pool_.busy) {
-            static constexpr const char* kUnder = " is under a load of an earlier engine life and has ";
+            static constexpr const char* kUnder = " is under a load of an earlier epoch and has ";
             if (holders_[block] != 1)
                 Fail("busy_blocks", "block ", block, kUnder, holders_[block], " holders");
             if (pool_.HasKey(block)) Fail("busy_blocks", "block ", block, kUnder, "a key");

@@ -74,7 +74,7 @@ class TierLoads {
     // Admits a request with the hit of the plan, which gets the blocks that are loaded, and orders the load; returns
     // the job. The caller has checked that enough blocks are free.
     Int Begin(Admission admission, LoadPlan* plan, Rows* fresh) {
-        Require(!plan->missing.empty(), "no mover gets a job without rows, so it would never end");
+        Require(!plan->missing.empty(), "no worker gets a job without rows, so it would never end");
         BlockList on_device, filled;
         for (const BlockList& row : plan->hit.blocks) on_device.insert(on_device.end(), row.begin(), row.end());
         for (const Block block : on_device) pool_.Touch(block);  // the allocation below could otherwise evict them

@@ -208,7 +208,7 @@ class TierLoads:
         The caller has checked that enough blocks are free. Returns the job, the new blocks per group, and the hit with
         the blocks that are loaded.
         """
-        assert plan.missing, "no mover gets a job without rows, so it would never end"
+        assert plan.missing, "no worker gets a job without rows, so it would never end"
         pool, slot = self._pool, admission.slot
         on_device = [block for row in plan.hit.blocks for block in row]
         pool.touch(on_device)  # the allocation below could otherwise evict them

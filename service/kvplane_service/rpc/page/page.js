@@ -193,7 +193,7 @@ function factsOf(answer) {
   const slowest = answer.slowest_steps.slice(0, 3).map((one) => `${(Number(one.took_ns) / 1e6).toFixed(2)} ms`);
   const store = word(answer.store.state, "STORE_STATE_");
   return [
-    ["State", `${word(answer.state, "REPLICA_STATE_")}, engine life ${answer.epoch}, step ${count(answer.seq)}`],
+    ["State", `${word(answer.state, "REPLICA_STATE_")}, epoch ${answer.epoch}, step ${count(answer.seq)}`],
     ["Requests", `${count(answer.running_requests)} running, ${count(counters.admitted)} admitted`],
     ["Hits", `${count(counters.hit_tokens)} of ${count(queried)} tokens looked up${share}`],
     ["Preempted", reasons(answer.preemptions)],
@@ -245,8 +245,8 @@ const CAUSES = {
   "left window": "the blocks had left the window of a request, and were evicted first",
   dropped: "the keys were removed",
   withdrawn: "the step that computed them did not run",
-  unverified: "a new engine life could not verify the pages",
-  "without stamps": "an engine life began without stamps",
+  unverified: "a new epoch could not verify the pages",
+  "without stamps": "an epoch began without stamps",
   reset: "the cache was reset",
   tentative: "their step is not reported as executed yet",
   "window not resident": "no window that ends there is cached",

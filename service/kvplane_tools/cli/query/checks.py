@@ -145,7 +145,7 @@ def _clock(status: StatusResponse, local_ms: int) -> Finding:
 
 def _replicas(replicas: list[DescribeReplicaResponse]) -> Finding:
     lapsed = [one.replica for one in replicas if one.state == REPLICA_STATE_LAPSED]
-    seen = f"lapsed: {', '.join(lapsed)}" if lapsed else f"{len(replicas)}, none lapsed"
+    seen = f"expired: {', '.join(lapsed)}" if lapsed else f"{len(replicas)}, none expired"
     remedy = "check their engines; `kvplane deregister REPLICA` removes one whose engine will not return"
     return Finding("replicas", not lapsed, seen, remedy)
 

@@ -47,7 +47,7 @@ _SENTENCES = {
     "last_block_dropped": "all blocks are cached; the draft group drops the last matching one",
     "in_tier": "tokens {start}..{end} are in the {tier} tier; an admission with LOAD loads them",
     "too_slow": "tokens {start}..{end}: {lacked} on {tier}, not loaded: {load_s} > {compute_s}",
-    "no_job": "tokens {start}..{end}: {lacked} on {tier}, not loaded: too many jobs of movers were in flight",
+    "no_job": "tokens {start}..{end}: {lacked} on {tier}, not loaded: too many copy jobs were in flight",
     "given_up": (
         "tokens {start}..{end}: {lacked} on {tier}, not loaded: loads in flight that no request waits for any more "
         "leave no room"

@@ -161,7 +161,7 @@ def _groups(answer: DescribeReplicaResponse) -> str:
 
 def _jobs_of_tiers(answer: DescribeReplicaResponse) -> Iterator[str]:
     yield f"tiers: {by_reason(answer.tier_counts)}"
-    yield f"jobs of movers: {by_reason(answer.tier_jobs)}"
+    yield f"copy jobs: {by_reason(answer.tier_jobs)}"
 
 
 def _tiers(answer: DescribeReplicaResponse) -> str:

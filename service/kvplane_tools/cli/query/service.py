@@ -166,7 +166,7 @@ def top_command(
 def doctor_command(output: Output = TABLE) -> None:
     """Check a service for common problems and print remedies. Exits 1 if any are found.
 
-    Checks health, reflection, versions, clocks, lapsed replicas, ranks without a worker, workers of another epoch, the
+    Checks health, reflection, versions, clocks, expired sessions, ranks without a worker, workers of another epoch, the
     store, external loads, budgets and drafts. Says how blocks are hashed.
     """
     from dataclasses import asdict

@@ -54,7 +54,7 @@ def replay_command(
     host_save: HostSave = SavePolicy.BEHIND,
     host_checkpoints: Annotated[int, _CHECKPOINTS] = 0,
     disk_save: DiskSave = SavePolicy.BEHIND,
-    mover_steps: Annotated[int, typer.Option(min=1, help="Steps after which the movers of tiers end a job.")] = 2,
+    mover_steps: Annotated[int, typer.Option(min=1, help="Steps after which the copies of tiers end.")] = 2,
     max_model_len: Annotated[int, typer.Option(min=1, help="Longest request in tokens, prompt and output.")] = 131_072,
     limit: Limit = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests that run concurrently.")] = 256,
