@@ -39,6 +39,7 @@ from kvplane_core.face.state import digest as state_digest
 from kvplane_core.spec.managers.questions import Query
 from kvplane_core.spec.open_step import OpenStep
 from kvplane_core.spec.replica import Replica
+from kvplane_core.spec.retained import RetainedBlocks
 from tests.core.compared import ComparedCores, changed, compared, new_replica
 
 __all__ = ["changed", "compared", "new_replica"]
@@ -182,6 +183,11 @@ class Ran:
     preempted: Sequence[int]
     new: dict[int, list[list[int]]]
     result: PartResult = field(repr=False)
+
+
+def used_of(retained: RetainedBlocks) -> dict[str, list[int]]:
+    """The numbers of keys that each owner retains, by place."""
+    return {name.owner: retained.used_by(name.owner) for name in retained.each}
 
 
 def stored(events: Sequence[CacheEvent]) -> list[tuple[int, ...]]:

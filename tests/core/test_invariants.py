@@ -199,7 +199,6 @@ FAULTS: list[tuple[str, Callable[[], Engine], Callable[[Engine], object], str]] 
     ("state_keys", states, second_key_of_a_state, "holds one state and has 2 keys"),
     ("stamps", plain, lambda engine: engine.pool.stamp.__setitem__(1, engine.pool.stamp[2]), "blocks 1 and 2"),
     ("tentative_keys", in_flight, lambda engine: tracker(engine).tentative.clear(), "its key waits for step 1"),
-    ("retained", retained, lambda engine: engine.pool.retained.used.clear(), "have {} keys, counted \\[\\[2\\]\\]"),
     ("retained", retained, lambda engine: setattr(engine.pool.retained, "num_free", 9), "counted 9"),
     ("retained", retained, lambda engine: engine.pool.retained.of_key.clear(), "do not lead to the name"),
     ("retained", retained, lambda engine: engine.pool.retained.remove(5), "retained, expected"),

@@ -16,7 +16,7 @@ from kvplane_core.face import inspect
 from kvplane_core.face.state import export_state, read_entries
 from kvplane_core.spec.loading import load_state
 from kvplane_service.decisions.text import operation_lines
-from tests.core.builders import Engine, digests, full, new_replica, state, window
+from tests.core.builders import Engine, digests, full, new_replica, state, used_of, window
 from tests.core.test_split import split_spec
 
 TEXT = "aaaabbbbcccc"
@@ -144,7 +144,7 @@ def test_a_key_is_retained_while_any_retention_has_it():
     engine = holding()
     retain(engine, "aaaabbbb", priority=90, until=50)
     retain(engine, TEXT, priority=10, until=100)
-    assert engine.pool.retained.used == {"": [3]}
+    assert used_of(engine.pool.retained) == {"": [3]}
     assert retain(engine, "aaaabbbb", until=0)[3] is RELEASED
     flood(engine)
     assert kept(engine) == 12

@@ -12,7 +12,7 @@ from kvplane.base.retain import MAX_RETAINED_PER_BLOCK, RetainOutcome
 from kvplane_core.face import inspect
 from kvplane_core.face.state import export_state
 from kvplane_core.spec.loading import load_state
-from tests.core.builders import digests, full, replica_spec
+from tests.core.builders import digests, full, replica_spec, used_of
 from tests.core.test_retain import OVER_BUDGET, RETAINED, retain
 from tests.core.test_tiers import Mover
 from tests.core.test_tiers import small_pools as small_pools
@@ -145,7 +145,7 @@ def test_a_tier_that_saves_what_is_used_twice_saves_what_is_retained():
 def test_a_prefix_that_is_only_in_a_tier_is_retained_and_counts_there():
     engine = in_tier()
     assert retain(engine, OTHER, percent=10) == (12, 3, 1, RETAINED)
-    assert engine.pool.retained.used == {"": [0, 3]}
+    assert used_of(engine.pool.retained) == {"": [0, 3]}
     drown(engine)
     assert held(engine, OTHER) == 3
 
@@ -159,7 +159,7 @@ def test_what_counts_in_a_tier_is_evicted_from_the_device_like_any_other():
     assert (engine.outside(OTHER + "x"), engine.pool.retained.num_free) == (12, 0)
     assert retain(engine, OTHER, percent=10)[3] == OVER_BUDGET, "now it would count on the device"
     assert retain(engine, OTHER, percent=20) == (12, 3, 1, RETAINED)
-    assert engine.pool.retained.used == {"": [3, 3]}
+    assert used_of(engine.pool.retained) == {"": [3, 3]}
     assert engine.pool.retained.num_free == 3
     drown(engine)
     assert held(engine, OTHER) == 3
@@ -190,13 +190,13 @@ def test_prefixes_of_an_owner_count_what_they_share_once_in_each_place():
     retain(engine, OTHER[:8], owner="a")
     engine.serve(0, OTHER[:4] + "x")
     assert retain(engine, OTHER, owner="a")[3] == RETAINED
-    assert engine.pool.retained.used == {"a": [1, 3]}
+    assert used_of(engine.pool.retained) == {"a": [1, 3]}
     assert retain(engine, OTHER, owner="b")[3] == RETAINED
     assert retain(engine, OTHER, owner="a", until=0)[3] is RetainOutcome.RELEASED
-    assert engine.pool.retained.used == {"a": [0, 2], "b": [1, 3]}
+    assert used_of(engine.pool.retained) == {"a": [0, 2], "b": [1, 3]}
     retain(engine, OTHER, owner="b", until=0)
     retain(engine, OTHER[:8], owner="a", until=0)
-    assert engine.pool.retained.used == {}
+    assert used_of(engine.pool.retained) == {}
     assert engine.tiers.each[0].num_retained == 0
 
 

@@ -29,19 +29,35 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import ClassVar, Protocol
 
 from kvplane.base.checkpoints import CheckpointRule
-from kvplane.base.groups import EvictionPolicy
+from kvplane.base.groups import EvictionPolicy, GroupSpec, ReplicaSpec
+from kvplane_core.face.keys import Key
 from kvplane_core.face.setup import replay_boundaries
 from kvplane_core.spec.freelist import FreeList, put_first
+from kvplane_core.spec.pool import BlockPool
+from kvplane_core.spec.requests import Requests
 
-if TYPE_CHECKING:
-    from kvplane_core.spec.managers.base import GroupManager
+
+class Holder(Protocol):
+    """What is read of a `GroupManager`."""
+
+    pool: BlockPool
+    spec: GroupSpec
+    replica: ReplicaSpec
+    requests: Requests
+    block_size: int
+    hash_size: int
+    has_window: ClassVar[bool]
+    drops_last_block: bool
+
+    def skipped_tokens(self, num_computed: int) -> int: ...  # noqa: D102
+    def key(self, slot: int, num_hashes: int) -> Key: ...  # noqa: D102
 
 
 def split_left(
-    manager: GroupManager, slot: int, indices: Sequence[int], blocks: Sequence[int]
+    manager: Holder, slot: int, indices: Sequence[int], blocks: Sequence[int]
 ) -> tuple[list[int], list[int]]:
     """Divide blocks that a running request gives up into those that enter the list as `append_left_window` and those
     that enter it as all others.
@@ -64,7 +80,7 @@ def split_left(
     )
 
 
-def note_copied(manager: GroupManager, slot: int, source: int) -> None:
+def note_copied(manager: Holder, slot: int, source: int) -> None:
     """Record for TURN_TAIL that a hit of this request ends inside the block, which was copied, if the request will
     register a later end of its own.
     """
@@ -73,7 +89,7 @@ def note_copied(manager: GroupManager, slot: int, source: int) -> None:
         free.superseded[source] = source not in free.superseded
 
 
-def renew_states(managers: Sequence[GroupManager], slot: int) -> None:
+def renew_states(managers: Sequence[Holder], slot: int) -> None:
     """Count the states at the end of the request's prompt as used now, if they are free: TURN_TAIL and split pools,
     before the request releases its blocks.
     """
@@ -84,13 +100,13 @@ def renew_states(managers: Sequence[GroupManager], slot: int) -> None:
             pool.retained.renew(resting)
 
 
-def _last_state(manager: GroupManager, slot: int) -> int:
+def _last_state(manager: Holder, slot: int) -> int:
     """Return the tokens of the last prefix of the prompt at which another request can continue."""
     rule = CheckpointRule.of(manager.replica, manager.spec)
     return rule.last_boundary(manager.requests.num_prompt[slot], manager.hash_size)
 
 
-def kept_indices(manager: GroupManager, slot: int) -> Collection[int]:
+def kept_indices(manager: Holder, slot: int) -> Collection[int]:
     """Return the indices of the blocks, in the slot's table, that WINDOW_TAIL treats as any other when they leave the
     window: those of a hit at one of these positions, or one alignment unit before it.
 

@@ -39,23 +39,6 @@ class FactApplier:
     def apply(self, part: Part, seq: int, result: PartResult) -> None:
         """Apply the section `facts` of a part, row by row; adds the preempted slots to `result`."""
         facts = part.facts
-        said = (facts.computed, facts.tokens, facts.commit, facts.end, facts.release_skipped, facts.hint)
-        if any(said) or part.with_hashes:
-            self._facts_by_row(part, seq, result)
-            return
-        num_tokens = self._requests.num_tokens
-        for slot, count in zip(facts.slot, facts.appended, strict=False):
-            num_tokens[slot] += count
-        for row, digests in _given_hashes(facts).items():
-            self.add_digests(facts.slot[row], digests)
-
-    def note_hints(self, news: News) -> None:
-        """Record the hints of new requests."""
-        for slot, hint in zip(news.slot, news.hint, strict=False):
-            note_hint(self._pool, self._requests, slot, hint)
-
-    def _facts_by_row(self, part: Part, seq: int, result: PartResult) -> None:
-        facts = part.facts
         given, token_at = _given_hashes(facts), 0
         for row, slot in enumerate(facts.slot):
             appended = facts.appended[row] if facts.appended else 0
@@ -75,6 +58,11 @@ class FactApplier:
             self.apply_update(update, tokens, seq, result)
             if part.with_hashes:
                 report_hashes(self._requests.content[slot].digests, result)
+
+    def note_hints(self, news: News) -> None:
+        """Record the hints of new requests."""
+        for slot, hint in zip(news.slot, news.hint, strict=False):
+            note_hint(self._pool, self._requests, slot, hint)
 
     def apply_update(self, update: Update, tokens: Sequence[int], seq: int, result: PartResult) -> None:
         """Apply one row of facts. `tokens`: ids of the appended tokens, only for requests whose tokens the service

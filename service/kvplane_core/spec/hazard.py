@@ -94,7 +94,6 @@ class Hazards:
         self.parent = np.zeros(NODES, np.int64)  # 0 is the root
         self.names: dict[int, int] = {}
         self._next = 0
-        self._added: list[tuple[_Longs, _Longs, _Longs, _Longs]] = []
         self.compute(np.zeros(1, np.int64))
 
     def node(self, name: Sequence[int]) -> int:
@@ -115,26 +114,17 @@ class Hazards:
         return node
 
     def add(self, nodes: _Longs, ages: _Longs, used: int, waited: _Longs) -> None:
-        """Add keys of classes: how many waited through the ages, and `used` to those that were used at them."""
-        self._added.append((nodes, ages, np.full(len(nodes), used, np.int64), waited))
-
-    def flush(self) -> None:
-        """Count what was added, for its classes and all above them."""
-        if not self._added:
-            return
-        nodes, ages, used, waited = map(np.concatenate, zip(*self._added, strict=True))
-        self._added.clear()
-        while True:
+        """Add keys of classes, and of all above them: how many waited through the ages, and `used` to those that were
+        used at them.
+        """
+        while len(nodes):
             np.add.at(self.used, (nodes, ages), used)
             np.add.at(self.waited, (nodes, ages), waited)
             below = nodes > 0
-            if not below.any():
-                return
-            nodes, ages, used, waited = self.parent[nodes[below]], ages[below], used[below], waited[below]
+            nodes, ages, waited = self.parent[nodes[below]], ages[below], waited[below]
 
     def state(self) -> list[Any]:
         """Return the state, which `load` takes."""
-        self.flush()
         count = len(self.names) + 1
         tables = [_words(table[:count]) for table in (self.used, self.waited, self.index, self.parent)]
         return [self.names.copy(), self._next, *tables]
@@ -154,13 +144,11 @@ class Hazards:
 
     def decay(self) -> None:
         """Let earlier data weigh less."""
-        self.flush()
         for table in (self.used, self.waited):
             table -= table >> _DECAY_SHIFT
 
     def refresh(self) -> None:
         """Compute the index of some classes, in turn."""
-        self.flush()
         count = len(self.names) + 1
         first, self._next = self._next, (self._next + _REFRESHED) % count if count > _REFRESHED else 0
         self.compute(np.arange(first, min(first + _REFRESHED, count)))
@@ -258,11 +246,7 @@ class History:
         of_row[rows] = np.maximum.accumulate(mine * has.reshape(HORIZON, PIECES)[rows], axis=1)
         worth = of_row.ravel()[cells]
         worth[owners <= (self.now - HORIZON) * PIECES + PIECES - 1] = 0
-        at = np.arange(len(owners))
-        if count < len(owners) // 4:
-            bound = np.partition(worth, count)[count]
-            at = np.flatnonzero(worth <= bound)
-        chosen: _Longs = at[np.lexsort((-depths[at], owners[at] // PIECES, worth[at]))[:count]]
+        chosen: _Longs = np.lexsort((-depths, owners // PIECES, worth))[:count]
         return chosen
 
 
@@ -284,7 +268,7 @@ class Learner:
         self._key = np.zeros(most, np.uint64)
         self._owner, self._depth, self._uses = (np.zeros(most, np.int64) for _ in range(3))
         self._resident = np.zeros(most, np.bool_)
-        self._recency = Recency(most, self._pool)
+        self._recency = Recency(self._pool)
         self._num_resident = 0
         self._victims, self._victim_owners = np.zeros(0, np.int64), np.zeros(0, np.int64)
         self.leads, self._gain, self._spread, self._looked_up, self._first = False, 0, 0, 0, _FIRST_POOLS * self._pool
@@ -325,7 +309,7 @@ class Learner:
         if not len(entries):
             return
         new = np.flatnonzero(entries < 0)
-        self._recency.hold(entries[entries >= 0])
+        self._recency.hold(entries[entries >= 0].tolist())
         entries[new] = self._new_entries([keys[at] for at in new.tolist()])
         at, (many, known) = np.arange(len(entries)), ends
         pieces = np.where(at < many, MANY, np.where(at < known, SEEN, NEW))
@@ -334,7 +318,7 @@ class Learner:
         self._uses[entries] += 1
         self._num_resident += len(entries) - int(np.count_nonzero(self._resident[entries]))
         self._resident[entries] = True
-        self._recency.use(entries[::-1])
+        self._recency.use(entries[::-1].tolist())
 
     def _new_entries(self, keys: Sequence[int]) -> _Longs:
         """Return an entry for each key; those of the keys that were used longest ago where all are taken."""
@@ -376,7 +360,7 @@ class Learner:
         The ghosts differ only once both are full, and by whole prompts. A difference that few look-ups show, or that
         other prompts balance, is no reason to lead: the pool loses while it changes from one policy to the other.
         """
-        difference = _run(self._resident[entries]) - _run(self._recency.recent[entries])
+        difference = _run(self._resident[entries]) - _run(self._recency.are_recent(entries))
         remembered = _DUEL_POOLS * self._pool
         forgotten = min(num_keys, remembered)
         self._gain += difference * _UNIT - self._gain * forgotten // remembered
@@ -419,7 +403,7 @@ class Learner:
         stay = self._resident[self._victims] & (self._owner[self._victims] == self._victim_owners)
         victims = [_words(number_of[self._victims[stay]]), _words(self._victim_owners[stay])]
         columns = [_words(column[entries]) for column in (self._owner, self._depth, self._uses, self._resident)]
-        ghosts = [array("Q", self._key[entries].tobytes()), columns, self._recency.num_recent, victims]
+        ghosts = [array("Q", self._key[entries].tobytes()), columns, len(self._recency.recent), victims]
         duel = [self.leads, self._gain, self._spread, self._looked_up, self._first]
         return [self._hazards.state(), self.history.state(), ghosts, duel]
 
@@ -447,7 +431,7 @@ class Learner:
             check(int(column.min()) >= 0 and int(column.max()) < MOST_COUNT, "depths and uses of keys")
         check(self.history.has_alive(self._owner[:count]), "unused keys of admissions")
         self._num_resident = int(np.count_nonzero(self._resident))
-        self._recency.load(np.arange(count), num_recent)
+        self._recency.load(count, num_recent)
         self._victims, self._victim_owners = map(_longs, victims)
         check(len(self._victims) == len(self._victim_owners), "owners of victims")
         check(bool(((self._victims >= 0) & (self._victims < count)).all()), "victims")

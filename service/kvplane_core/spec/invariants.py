@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from kvplane.base.groups import CommitRule
 from kvplane_core.face.interface import BrokenInvariant
@@ -17,15 +16,13 @@ from kvplane_core.spec.freelist import FreeList
 from kvplane_core.spec.in_flight import Stay
 from kvplane_core.spec.pool import BlockPool
 from kvplane_core.spec.split import SplitPool
+from kvplane_core.spec.state_entries import Core
 from kvplane_core.spec.tiers.invariants import faults
-
-if TYPE_CHECKING:
-    from kvplane_core.spec.replica import Replica
 
 _NO_SLOT = -1
 
 
-def check_in_slices(replica: Replica) -> Generator[None]:
+def check_in_slices(replica: Core) -> Generator[None]:
     """Check all invariants, and yield after each. The caller must close the generator if the replica changes meanwhile.
 
     Raises:
@@ -100,7 +97,7 @@ def check_split(pool: SplitPool, is_free: bytearray) -> None:
             is_free[block] = not pool.references[block]
 
 
-def _count_holders(replica: Replica) -> list[int]:
+def _count_holders(replica: Core) -> list[int]:
     """Return, by block, how many tables and records have it."""
     holders = [0] * replica.coordinator.pool.num_blocks
     for slot, block in _held_blocks(replica):
@@ -112,7 +109,7 @@ def _count_holders(replica: Replica) -> list[int]:
     return holders
 
 
-def _held_blocks(replica: Replica) -> Iterator[tuple[int, int]]:
+def _held_blocks(replica: Core) -> Iterator[tuple[int, int]]:
     """Yield (slot, block) for each reference to a block."""
     pool, tracker = replica.coordinator.pool, replica.tracker
     for manager in replica.coordinator.managers:
@@ -170,7 +167,7 @@ def _check_index(pool: BlockPool) -> None:
         raise BrokenInvariant("key_index", "the index has keys although prefix caching is off")
 
 
-def _check_further_keys(replica: Replica) -> None:
+def _check_further_keys(replica: Core) -> None:
     """Check that only blocks with a primary key have further keys, and that a block of recurrent state has none."""
     pool, safe = replica.coordinator.pool, replica.spec.commit is CommitRule.SAFE
     for block, more in pool.more_keys.items():
@@ -182,7 +179,7 @@ def _check_further_keys(replica: Replica) -> None:
             raise BrokenInvariant("state_keys", f"block {block} holds one state and has {1 + len(more)} keys")
 
 
-def _check_key_columns(replica: Replica) -> None:
+def _check_key_columns(replica: Core) -> None:
     """Check that a block with a key has a prefix length and a stamp (version number of its content).
 
     A key whose step is not executed must be in the record of this step.
@@ -204,7 +201,7 @@ def _check_key_columns(replica: Replica) -> None:
             raise BrokenInvariant("tentative_keys", text)
 
 
-def _tentative_blocks(replica: Replica) -> set[tuple[int, int]]:
+def _tentative_blocks(replica: Core) -> set[tuple[int, int]]:
     """Return (step, block) of each key that a step in flight registered."""
     return {
         (step, block)
@@ -225,7 +222,7 @@ def _check_stamps(pool: BlockPool) -> None:
 # -- requests ----------------------------------------------------------------------------------------------------------
 
 
-def _check_requests(replica: Replica) -> None:
+def _check_requests(replica: Core) -> None:
     """Check that only running requests have tables, that these have every needed block, and that loads are recorded."""
     requests = replica.requests
     running = sum(1 for slot in requests.slots() if requests.running[slot])
@@ -248,7 +245,7 @@ def _check_requests(replica: Replica) -> None:
         raise BrokenInvariant("transfers", f"slots {sorted(wrong)[:9]} wait for a load and do not run")
 
 
-def _check_tables(replica: Replica, slot: int) -> None:
+def _check_tables(replica: Core, slot: int) -> None:
     runs, computed = replica.requests.running[slot], replica.requests.computed[slot]
     safe = replica.spec.commit is CommitRule.SAFE  # with commit=reference a rewind may need released blocks
     for manager in replica.coordinator.managers:
@@ -276,7 +273,7 @@ def _check_tables(replica: Replica, slot: int) -> None:
             raise BrokenInvariant("tables", text)
 
 
-def _check_transfers(replica: Replica, slot: int) -> None:
+def _check_transfers(replica: Core, slot: int) -> None:
     requests, tracker = replica.requests, replica.tracker
     kept = requests.held[slot] or (slot in requests.loading and not requests.running[slot])
     if kept != (slot in tracker.held):
@@ -288,9 +285,9 @@ def _check_transfers(replica: Replica, slot: int) -> None:
 # -- steps in flight ---------------------------------------------------------------------------------------------------
 
 
-def _check_grants(replica: Replica) -> None:
+def _check_grants(replica: Core) -> None:
     """Check that each request's tokens in flight and last step in flight are those of the recorded grants."""
-    requests, executed = replica.requests, replica.executed_through
+    requests, executed = replica.requests, replica.coordinator.pool.executed_through
     granted: Counter[Stay] = Counter()
     last: dict[Stay, int] = {}
     for step, grants in sorted(replica.tracker.grants.items()):
@@ -311,11 +308,11 @@ def _check_grants(replica: Replica) -> None:
             raise BrokenInvariant("grants", f"slot {slot}: no record of its grant in step {step}")
 
 
-def _check_records(replica: Replica) -> None:
+def _check_records(replica: Core) -> None:
     """Check the records of steps: that the steps are in flight, that adopted keys have a record, and that the step
     numbers for which blocks wait are in order.
     """
-    tracker, executed, last = replica.tracker, replica.executed_through, replica.seq
+    tracker, executed, last = replica.tracker, replica.coordinator.pool.executed_through, replica.seq
     steps_of = {
         "grants": list(tracker.grants),
         "tentative": list(tracker.tentative),

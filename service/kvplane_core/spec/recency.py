@@ -2,90 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 
+_Longs = npt.NDArray[np.int64]
+
 
 class Recency:
-    """The entries of a table in the order of their last use, in columns: the queue has a row per use, and of an entry
-    the last row counts.
+    """Entries in the order of their last use.
 
     Attributes:
-        recent: by entry, whether it is among those used last, as many as the LRU ghost has places.
+        recent: those used last, as many as the LRU ghost has places; the least recently used first.
     """
 
-    def __init__(self, size: int, recent: int) -> None:
-        """`size`: number of entries, `recent`: number of places of the LRU ghost."""
-        self._places, self._num_recent = recent, 0
-        self.recent = np.zeros(size, np.bool_)
-        self._row = np.full(size, -1, np.int64)
-        self._queue = np.zeros(4 * size, np.int64)
-        self._oldest = self._first_recent = self._end = 0
+    def __init__(self, places: int) -> None:
+        self._places = places
+        self._order: dict[int, None] = {}
+        self.recent: dict[int, None] = {}
 
-    def use(self, entries: npt.NDArray[np.int64]) -> None:
-        """Use entries, at most half of all, each once; the last one of them is used last."""
-        if self._end + len(entries) > len(self._queue):
-            self._compact()
-        start, self._end = self._end, self._end + len(entries)
-        self._queue[start : self._end] = entries
-        self._row[entries] = np.arange(start, self._end)
-        self._num_recent += len(entries) - int(np.count_nonzero(self.recent[entries]))
-        self.recent[entries] = True
-        while self._num_recent > self._places:
-            found, self._first_recent = self._next(self._first_recent, self._num_recent - self._places)
-            self.recent[found] = False
-            self._num_recent -= len(found)
+    def use(self, entries: Iterable[int]) -> None:
+        """Use entries; the last one of them is used last."""
+        for entry in entries:
+            for used in (self._order, self.recent):
+                used.pop(entry, None)
+                used[entry] = None
+        for entry in list(self.recent)[: max(0, len(self.recent) - self._places)]:
+            del self.recent[entry]
 
-    def hold(self, entries: npt.NDArray[np.int64]) -> None:
+    def hold(self, entries: Iterable[int]) -> None:
         """Take entries, which are used next, out of the order."""
-        self._row[entries] = -1
+        for entry in entries:
+            self._order.pop(entry, None)
 
-    def take_oldest(self, count: int) -> npt.NDArray[np.int64]:
+    def take_oldest(self, count: int) -> _Longs:
         """Take the entries that were used longest ago out of the order, and return them."""
-        taken = [np.zeros(0, np.int64)]
-        while count:
-            found, self._oldest = self._next(self._oldest, count)
-            taken.append(found)
-            count -= len(found)
-        entries: npt.NDArray[np.int64] = np.concatenate(taken)
-        self._row[entries] = -1
-        self._num_recent -= int(np.count_nonzero(self.recent[entries]))
-        self.recent[entries] = False
-        return entries
+        oldest = list(self._order)[:count]
+        for entry in oldest:
+            del self._order[entry]
+            self.recent.pop(entry, None)
+        return np.array(oldest, np.int64)
 
-    def _next(self, start: int, count: int) -> tuple[npt.NDArray[np.int64], int]:
-        """Return at most `count` entries from a row of the queue on, and the row behind them."""
-        rows = np.arange(start, min(start + 2 * count + 64, self._end))
-        rows = rows[self._row[self._queue[rows]] == rows]
-        if len(rows) >= count:
-            return self._queue[rows[:count]], int(rows[count - 1]) + 1
-        return self._queue[rows], min(start + 2 * count + 64, self._end)
-
-    def _compact(self) -> None:
-        """Move the rows that count to the beginning of the queue; entries that are held keep their places."""
-        entries = self.order()
-        self._row[entries] = np.arange(len(entries))
-        self._queue[: len(entries)] = entries
-        num_others = len(entries) - int(np.count_nonzero(self.recent[entries]))
-        self._oldest, self._first_recent, self._end = 0, num_others, len(entries)
-
-    def order(self) -> npt.NDArray[np.int64]:
+    def order(self) -> _Longs:
         """Return the entries, the least recently used first."""
-        rows = np.arange(self._oldest, self._end)
-        entries: npt.NDArray[np.int64] = self._queue[rows[self._row[self._queue[rows]] == rows]]
-        return entries
+        return np.array(list(self._order), np.int64)
 
-    def load(self, entries: npt.NDArray[np.int64], num_recent: int) -> None:
-        """Begin with these entries, the least recently used first."""
-        self._row[:] = -1
-        self._row[entries] = np.arange(len(entries))
-        self._queue[: len(entries)] = entries
-        self._oldest, self._first_recent, self._end = 0, len(entries) - num_recent, len(entries)
-        self.recent[:] = False
-        self.recent[entries[self._first_recent :]] = True
-        self._num_recent = num_recent
+    def are_recent(self, entries: _Longs) -> npt.NDArray[np.bool_]:
+        """Return a mask: which of these entries are in the LRU ghost."""
+        return np.array([entry in self.recent for entry in entries.tolist()], np.bool_)
 
-    @property
-    def num_recent(self) -> int:
-        """Number of entries in the LRU ghost."""
-        return self._num_recent
+    def load(self, count: int, num_recent: int) -> None:
+        """Begin with entries 0 to `count` - 1, the least recently used first."""
+        self._order = dict.fromkeys(range(count))
+        self.recent = dict.fromkeys(range(count - num_recent, count))

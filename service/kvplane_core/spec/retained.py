@@ -15,19 +15,42 @@ Retention decides the order of free blocks, and nothing else: what may be alloca
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+from kvplane.base.groups import Medium
 from kvplane.base.retain import MAX_RETAINED, MAX_RETAINED_PER_BLOCK
 from kvplane_core.face.keys import Key
-
-if TYPE_CHECKING:
-    from kvplane_core.spec.pool import BlockPool
-    from kvplane_core.spec.tiers.tier import Tier
+from kvplane_core.spec.freelist import FreeList
 
 DEVICE = 0  # the first place
+
+
+class Pool(Protocol):
+    """What is read of a `BlockPool`."""
+
+    num_blocks: int
+    free: FreeList
+    key: list[Key | None]
+    more_keys: dict[int, dict[Key, int]]
+    references: list[int]
+
+    def blocks_of(self, key: Key) -> list[int]: ...  # noqa: D102
+
+
+class Slots(Protocol):
+    """What is read of a `Tier`."""
+
+    number: int
+    place: int
+    num_slots: int
+    most_retained: int
+    medium: Medium
+
+    def has(self, key: Key) -> bool: ...  # noqa: D102
+    def place_again(self, key: Key) -> None: ...  # noqa: D102
 
 
 class Name(NamedTuple):
@@ -96,25 +119,21 @@ class RetainedBlocks(PriorityLists):
     Attributes:
         each: by name, the one that was made or renewed last last.
         of_key: names of the retentions of each key.
-        used: number of keys by owner, in each place.
-        num_named: number of keys, counted once per retention.
         lost: keys that a block, or a slot, lost in this part.
         is_active: False while an engine life ends; then no block is in a list.
         tiers: those that retain, the nearest first.
         holders: all tiers, if one of them retains: what any of them has may move to that.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: Pool) -> None:
         super().__init__()
         self._pool = pool
         self.each: dict[Name, Retention] = {}
         self.of_key: dict[Key, set[Name]] = {}
-        self.used: dict[str, list[int]] = {}
-        self.num_named = 0
         self.lost: list[Key] = []
         self.is_active = True
-        self.tiers: list[Tier] = []
-        self.holders: Sequence[Tier] = ()
+        self.tiers: list[Slots] = []
+        self.holders: Sequence[Slots] = ()
 
     # -- free blocks -------------------------------------------------------------------------------------------------
 
@@ -159,7 +178,7 @@ class RetainedBlocks(PriorityLists):
 
     def _priority_of(self, block: int) -> int | None:
         """Return the highest priority of the keys of a block; None if none is retained."""
-        keys = (self._pool.key_of(block), *self._pool.more_keys.get(block, ()))
+        keys = (self._pool.key[block], *self._pool.more_keys.get(block, ()))
         return self.priority_of([key for key in keys if key is not None], DEVICE)
 
     def priority_of(self, keys: Iterable[Key], place: int) -> int | None:
@@ -179,11 +198,7 @@ class RetainedBlocks(PriorityLists):
 
     def _enlist(self, name: Name, retention: Retention) -> None:
         self.each[name] = retention
-        self.num_named += len(retention.keys)
-        used = self.used.setdefault(name.owner, [0] * self.num_places)
-        for key, place in retention.keys.items():
-            for one in range(place, self._first_place(name.owner, key)):
-                used[one] += 1
+        for key in retention.keys:
             self.of_key.setdefault(key, set()).add(name)
 
     def remove_all(self, names: Iterable[Name]) -> None:
@@ -198,35 +213,23 @@ class RetainedBlocks(PriorityLists):
         """Number of places: the device, and the tiers that retain."""
         return 1 + len(self.tiers)
 
-    def used_by(self, owner: str) -> list[int]:
-        """Return the number of keys of an owner in each place."""
-        return self.used.get(owner, [0] * self.num_places)[:]
-
-    def count_new(self, name: Name, keys: dict[Key, int]) -> list[int]:
-        """Count the keys of the owner in each place if it retained these instead of those of the retention with this
-        name.
-        """
-        before, used = self.each.get(name), self.used_by(name.owner)
-        for counted, sign in ((before.keys if before is not None else {}, -1), (keys, 1)):
-            for key, place in counted.items():
-                for one in range(place, self._first_place(name.owner, key, without=name)):
-                    used[one] += sign
-        return used
+    def used_by(self, owner: str, without: Name | None = None, also: Mapping[Key, int] | None = None) -> list[int]:
+        """Count the keys of an owner in each place, `without` one of its retentions and `also` with these."""
+        first: dict[Key, int] = dict(also or {})
+        for name, one in self.each.items():
+            for key, place in one.keys.items() if name.owner == owner and name != without else ():
+                first[key] = min(place, first.get(key, place))
+        return [sum(1 for one in first.values() if one <= place) for place in range(self.num_places)]
 
     def has_room(self, name: Name, count: int) -> bool:
         """Return whether a retention with this name may have `count` keys: what all of them need is limited, since
         prefixes of many owners can share their blocks.
         """
         before = self.each.get(name)
-        named = self.num_named + count - (len(before.keys) if before is not None else 0)
+        named = count + sum(len(one.keys) for one in self.each.values() if one is not before)
         has_place = before is not None or len(self.each) < MAX_RETAINED
         num_blocks = self._pool.num_blocks + sum(tier.num_slots for tier in self.tiers)
         return has_place and named <= MAX_RETAINED_PER_BLOCK * num_blocks
-
-    def _first_place(self, owner: str, key: Key, without: Name | None = None) -> int:
-        """Return the first place where the owner retains a key, except by one retention; `num_places` if nowhere."""
-        names = (one for one in self.of_key.get(key, ()) if one.owner == owner and one != without)
-        return min((self.each[one].keys[key] for one in names), default=self.num_places)
 
     def _forget(self, name: Name, keys: Iterable[Key]) -> None:
         for key in keys:
@@ -234,14 +237,8 @@ class RetainedBlocks(PriorityLists):
         del self.each[name]
 
     def _forget_key(self, name: Name, key: Key) -> None:
-        names, used = self.of_key[key], self.used[name.owner]
-        for one in range(self.each[name].keys[key], self._first_place(name.owner, key, without=name)):
-            used[one] -= 1
-        if not any(used):
-            del self.used[name.owner]
-        names.remove(name)
-        self.num_named -= 1
-        if not names:
+        self.of_key[key].remove(name)
+        if not self.of_key[key]:
             del self.of_key[key]
 
     def _place_again(self, keys: Iterable[Key]) -> None:
@@ -309,10 +306,8 @@ class RetainedBlocks(PriorityLists):
             yield f"{len(blocks)} retained free blocks, counted {self.num_free}, or a block in two lists"
         for block in blocks:
             is_free[block] = True
-        owners, expected = dict[str, list[set[Key]]](), dict[int, int]()
+        expected = dict[int, int]()
         for name, one in self.each.items():
-            for place, kept in enumerate(owners.setdefault(name.owner, [set() for _ in range(self.num_places)])):
-                kept.update(key for key, first in one.keys.items() if first <= place)
             on_device = (key for key, first in one.keys.items() if first == DEVICE)
             for block in chain.from_iterable(map(pool.blocks_of, on_device)):
                 if not pool.references[block] and self.is_active:
@@ -324,10 +319,8 @@ class RetainedBlocks(PriorityLists):
         if expected != self.priority:
             yield f"free blocks {blocks[:9]} are retained, expected {list(expected.items())[:9]}"
         named = sum(len(one.keys) for one in self.each.values())
-        if (sum(map(len, self.of_key.values())), self.num_named) != (named, named):
-            yield "a key leads to a name that does not retain it, or keys are not counted"
-        if self.used != {owner: list(map(len, places)) for owner, places in owners.items()}:
-            yield f"the owners have {self.used} keys, counted {[list(map(len, one)) for one in owners.values()]}"
+        if sum(map(len, self.of_key.values())) != named:
+            yield "a key leads to a name that does not retain it"
 
     # -- state -------------------------------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ def retain(blocks: Coordinator, rows: Retain, result: Retained) -> None:
         lookup = blocks.union if retained.tiers else blocks.lookup
         hit = lookup.find(digests, domain, len(digests) * blocks.spec.hash_block_size, INSIDE)
         keys = dict(_keys(blocks, hit))
-        used, before = retained.count_new(name, keys), retained.used_by(name.owner)
+        used, before = retained.used_by(name.owner, name, keys), retained.used_by(name.owner)
         over = next((place for place in range(retained.num_places) if used[place] > most[place]), None)
         if over is not None:
             left = max(0, most[over] - before[over])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from kvplane.base.groups import EvictionPolicy
+from kvplane.base.groups import EvictionPolicy, ReplicaSpec
 from kvplane.base.hashing import HashScheme
 from kvplane.base.stamps import Stamp
 from kvplane_core.face.columns import SLICE_BLOCKS
@@ -16,6 +16,7 @@ from kvplane_core.face.counters import Counters, Residency
 from kvplane_core.face.keys import Key
 from kvplane_core.face.packed_values import pack_value
 from kvplane_core.face.state import MAGIC, hasher_of, hasher_state, spec_digest
+from kvplane_core.spec.coordinator import Coordinator
 from kvplane_core.spec.eviction import TurnTailList, WindowTailList
 from kvplane_core.spec.hazard import check
 from kvplane_core.spec.in_flight import Grants, InFlightTracker, Stay
@@ -25,8 +26,18 @@ from kvplane_core.spec.requests import Requests
 from kvplane_core.spec.split import SplitPool
 from kvplane_core.spec.tiers.entries import counters_of, load_tiers, state_of
 
-if TYPE_CHECKING:
-    from kvplane_core.spec.replica import Replica
+
+class Core(Protocol):
+    """What an image has of a `Replica`."""
+
+    spec: ReplicaSpec
+    coordinator: Coordinator
+    requests: Requests
+    tracker: InFlightTracker
+    counters: Counters
+    seq: int
+    _keeps_keys: bool
+    _shown: Sequence[int]
 
 
 POOL_COLUMNS = ("references", "key_tokens", "key_step", "stamp")
@@ -42,7 +53,7 @@ REQUEST_COLUMNS = (
 REQUEST_VALUES = ("asked", "unserved", "num_running", "loading", "not_zeroed")
 
 
-def encode(replica: Replica, with_statistics: bool, hashed: bool) -> Iterator[bytes]:
+def encode(replica: Core, with_statistics: bool, hashed: bool) -> Iterator[bytes]:
     """Return the image of a replica, see `Replica.image`."""
     entries = entries_of(replica, with_statistics)
     pieces = [pack_value(name) + pack_value(value) for name, value in (map(_hashed, entries) if hashed else entries)]
@@ -59,7 +70,7 @@ def _hashed(entry: tuple[str, Any]) -> tuple[str, object]:
 # -- export ------------------------------------------------------------------------------------------------------------
 
 
-def entries_of(replica: Replica, with_statistics: bool = True) -> Iterator[tuple[str, Any]]:
+def entries_of(replica: Core, with_statistics: bool = True) -> Iterator[tuple[str, Any]]:
     """Yield the names and values of the entries of the state. The replica must not change before they are read."""
     pool, requests, tiers = replica.coordinator.pool, replica.requests, replica.coordinator.tiers
     assert not with_statistics or not pool.events, "export between two steps"
@@ -91,7 +102,7 @@ def entries_of(replica: Replica, with_statistics: bool = True) -> Iterator[tuple
     yield from _statistics(replica) if with_statistics else ()
 
 
-def _statistics(replica: Replica) -> list[tuple[str, object]]:
+def _statistics(replica: Core) -> list[tuple[str, object]]:
     pool, tiers = replica.coordinator.pool, replica.coordinator.tiers
     return [
         ("counters", list(astuple(replica.counters))),
@@ -103,7 +114,7 @@ def _statistics(replica: Replica) -> list[tuple[str, object]]:
     ]
 
 
-def policy_state(replica: Replica) -> list[Any]:
+def policy_state(replica: Core) -> list[Any]:
     """Return what the eviction policy has in addition to the order of the free blocks; nothing for LRU."""
     free = replica.coordinator.pool.free
     if not isinstance(free, WindowTailList):
@@ -153,7 +164,7 @@ def _tracker_state(tracker: InFlightTracker) -> dict[str, object]:
 # -- load --------------------------------------------------------------------------------------------------------------
 
 
-def load_entries(replica: Replica, entries: dict[str, list[Any]]) -> None:
+def load_entries(replica: Core, entries: dict[str, list[Any]]) -> None:
     """Load entries, by name, into an empty replica.
 
     Raises LookupError, ValueError or TypeError if one is missing or damaged.

@@ -67,8 +67,6 @@ class StepApplier:
         self.unaligned_chunks = self.starved_chunks = 0
         self.new_blocks: list[list[int]] = []  # of the last admit row that was granted, per group
         self._run_slots: Sequence[int] = []
-        self._row_of: dict[int, int] = {}  # by slot: its run row that got tokens, of the rows before `_num_indexed`
-        self._num_indexed = 0
         self._new: dict[int, Sequence[list[int]]] = {}  # by run row
 
     def _room(self) -> int:
@@ -203,11 +201,9 @@ class StepApplier:
 
         Tokens that this step granted to the preempted requests return to the budget.
         """
-        granted, row_of = self._result.granted, self._row_of
-        first, self._num_indexed = self._num_indexed, row
-        fresh = {self._run_slots[at]: at for at in range(first, row) if granted[at]}
-        self._tracker.end_loads(fresh)  # a grant ends a load, also where it is recorded after this
-        row_of.update(fresh)
+        granted = self._result.granted
+        row_of = {self._run_slots[at]: at for at in range(row) if granted[at]}
+        self._tracker.end_loads(row_of)  # a grant ends a load, also where it is recorded after this
         if slot in row_of:  # its grant is not recorded yet, and it will not run
             self._requests.granted_step[slot] = self._seq
         self._tracker.prepare_return(slot)

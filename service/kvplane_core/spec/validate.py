@@ -63,7 +63,6 @@ class OrderedJobs(Protocol):
 RESERVED_ALIGN = 1  # a bit of flags that is ignored
 RUN_FLAGS = RESERVED_ALIGN | int(RowFlag.DELAY_CACHING | RowFlag.FULL_FIT | RowFlag.UNALIGNED)
 ADMIT_FLAGS = RESERVED_ALIGN | int(sum(RowFlag) & ~RowFlag.LOAD)
-_EMPTY = Part()  # sections equal to those of an empty part are skipped
 
 
 @dataclass(slots=True)
@@ -100,7 +99,6 @@ class StepValidator:
         self._slots: dict[int, _Slot] = {}
         self._num_parts = 0
         self._computed: dict[int, int] = {}  # by slot, the computed tokens that facts set
-        self._ended = False  # some slot ends in this step
         self._asked_to_load: set[int] = set()  # slots of admit rows of this message
         self._loads_over: set[int] = set()  # slots whose request or load ends in this message
 
@@ -124,7 +122,6 @@ class StepValidator:
         """
         self._slots.clear()
         self._computed.clear()
-        self._ended = False
         self._num_parts = 2
         self._begin(part, NONE)
         self._check_part(part, seq)
@@ -133,26 +130,18 @@ class StepValidator:
         self._refused, self._part = refused, part
 
     def _check_part(self, part: Part, seq: int) -> None:
-        if part.facts != _EMPTY.facts:
-            self._facts(part.facts, seq)
-        if part.cache != _EMPTY.cache:
-            self._cache(part.cache, seq)
-        if part.news != _EMPTY.news:
-            self._news(part.news)
-        if part.run != _EMPTY.run:
-            self._run(part.run)
-        if part.admit != _EMPTY.admit:
-            self._admit(part.admit)
-        if part.peek != _EMPTY.peek:
-            self._columns(part.peek, "peek")
-            self._ranges(part.peek, "peek")
-            self._live(part.peek.slot, "peek.slot")
-        if part.prefetch != _EMPTY.prefetch:
+        self._facts(part.facts, seq)
+        self._cache(part.cache, seq)
+        self._news(part.news)
+        self._run(part.run)
+        self._admit(part.admit)
+        self._columns(part.peek, "peek")
+        self._ranges(part.peek, "peek")
+        self._live(part.peek.slot, "peek.slot")
+        if part.prefetch != Prefetch():
             self._prefetch(part.prefetch)
-        if part.retain != _EMPTY.retain:
-            self._retain(part.retain)
-        if part.budget != _EMPTY.budget:
-            self._ranges(part.budget, "budget")
+        self._retain(part.retain)
+        self._ranges(part.budget, "budget")
 
     # -- sections ----------------------------------------------------------------------------------------------------
 
@@ -223,7 +212,6 @@ class StepValidator:
             self._loads_over.add(facts.slot[row])
         known.held = end == End.HELD
         known.live = end != End.FREE
-        self._ended |= end == End.FREE
 
     def _cache(self, cache: Cache, seq: int) -> None:
         for row, failed in enumerate(cache.failed_steps):
@@ -243,7 +231,6 @@ class StepValidator:
             self._loads_over.add(slot)
             if known.held:
                 known.held = known.live = False
-                self._ended = True
         for row, block in enumerate(cache.loads_over):
             is_busy = block in self._busy and block not in self._not_busy_any_more
             self._require(is_busy, "not busy", "cache.loads_over", row)
@@ -403,9 +390,6 @@ class StepValidator:
 
     def _live(self, slots: Sequence[int], column: str) -> None:
         overlay, requests = self._slots, self._requests
-        within = not self._ended and min(slots, default=0) >= 0 and max(slots, default=0) < len(requests.live)
-        if within and all(map(requests.live.__getitem__, slots)):
-            return
         for row, slot in enumerate(slots):
             is_live = overlay[slot].live if slot in overlay else requests.is_live(slot)
             self._require(is_live, "no request", column, row)

@@ -18,8 +18,8 @@ def faults(tiers: Tiers, keyed: set[int]) -> Iterator[str]:
         yield from _faults_of_keys(tier, tiers.last_job)
         yield from _faults_of_retained(tier)
         most = tiers.ids.start if not tier.number else tiers.each[tier.number - 1].num_slots
-        if any(not 0 <= place < most for place in tier.wanted.version) or len(tier.wanted) != len(tier.wanted.version):
-            yield f"tier {tier.number}: wants {len(tier.wanted)} of {len(tier.wanted.version)} places, below {most}"
+        if any(not 0 <= place < most for place in tier.wanted.version):
+            yield f"tier {tier.number}: wants {len(tier.wanted)} places, below {most}"
         if not tier.wanted.is_early and (len(tier.wanted) or tier.wanted.recent):
             yield f"tier {tier.number}: wants something early with the policy {tier.wanted.policy.value}"
         if any(slot in tier.key or not 0 <= slot < tier.num_slots for slot in tier.stale):

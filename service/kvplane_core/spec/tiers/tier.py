@@ -206,7 +206,8 @@ class Tier:
 
     def used_by_owners(self) -> list[int]:
         """Return the number of keys that each owner retains here, whether they have a slot or may get one."""
-        return [used[self.place] for used in self._retentions.used.values()] if self.place != DEVICE else []
+        owners = {name.owner for name in self._retentions.each} if self.place != DEVICE else ()
+        return [self._retentions.used_by(owner)[self.place] for owner in owners]
 
     def note_lost(self, key: Key) -> None:
         """Record that no slot has, or will have, the key any more: it may be retained no longer."""

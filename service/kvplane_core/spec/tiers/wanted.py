@@ -10,7 +10,6 @@ content that was wanted, so nothing has to be removed here when content leaves i
 from __future__ import annotations
 
 from array import array
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +24,7 @@ class Wanted:
 
     Attributes:
         policy: of the tier. With BEHIND nothing is ever wanted.
-        version: stamp or version of the content of each place that is wanted.
+        version: stamp or version of the content of each place that is wanted, the one that was wanted first first.
         recent, before: 64 bits of each key that was computed; `before` is dropped when `recent` has `most_seen` keys.
     """
 
@@ -35,7 +34,6 @@ class Wanted:
         self.version: dict[int, int] = {}
         self.recent: set[int] = set()
         self.before: set[int] = set()
-        self._order: deque[int] = deque()  # the places, the one that was wanted first first
         self._most_seen = most_seen
 
     @property
@@ -44,12 +42,10 @@ class Wanted:
         return self.policy is not SavePolicy.BEHIND
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self.version)
 
     def add(self, place: int, version: int) -> None:
         """Want the content of a place, behind all that is wanted already."""
-        if place not in self.version:
-            self._order.append(place)
         self.version[place] = version
 
     def note_computed(self, place: int, version: int, key: Key) -> None:
@@ -64,22 +60,21 @@ class Wanted:
 
     def first(self) -> tuple[int, int]:
         """Return the place, with its version, that was wanted first. The caller has checked that there is one."""
-        return self._order[0], self.version[self._order[0]]
+        return next(iter(self.version.items()))
 
     def remove_first(self) -> None:
         """Forget what `first` returns."""
-        del self.version[self._order.popleft()]
+        del self.version[next(iter(self.version))]
 
     def clear(self) -> None:
         """Forget everything."""
-        for one in (self.version, self._order, self.recent, self.before):
+        for one in (self.version, self.recent, self.before):
             one.clear()
 
     def state(self) -> list[object]:
         """Return the state, which `load` takes."""
-        versions = [self.version[place] for place in self._order]
-        columns = [array("Q", one) for one in (versions, sorted(self.recent), sorted(self.before))]
-        return [self.policy.value, list(self._order), *columns]
+        columns = [array("Q", one) for one in (self.version.values(), sorted(self.recent), sorted(self.before))]
+        return [self.policy.value, list(self.version), *columns]
 
     def load(self, state: Sequence[Any]) -> None:
         """Load the state into an object that was not used. Raises ValueError if it is that of another policy."""
