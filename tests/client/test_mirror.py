@@ -9,6 +9,7 @@ from dataclasses import replace
 import grpc
 import pytest
 
+from kvplane.base.errors import PermissionDenied, QuotaExceeded, Unauthenticated
 from kvplane.base.groups import CommitRule
 from kvplane.base.session import CORE_VERSION
 from kvplane.base.step import Cache, End
@@ -283,6 +284,30 @@ def test_a_service_of_another_version_is_asked_again_until_it_is_upgraded(servic
         assert caplog.text.count("is not mirrored now") == 1
         monkeypatch.undo()
         engine.check(service)
+
+
+@pytest.mark.parametrize("refusal", [Unauthenticated, PermissionDenied, QuotaExceeded])
+def test_an_engine_that_is_refused_is_followed_when_the_service_accepts_it(service, monkeypatch, caplog, refusal):
+    """Its token is renewed, or its owner's rights and limits are changed; the engine is not restarted for it."""
+    refused = []
+
+    def refuse(*given):
+        refused.append(given)
+        raise refusal("not now", field="token")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(mirrors, "register_engine", refuse)
+        engine = MirroredEngine(service.address)
+        try:
+            engine.advance(3)
+            until(lambda: len(refused) > 2)
+            assert isinstance(engine.sender.state.problem, refusal)
+            assert engine.sender.ended is None
+            assert caplog.text.count("is not mirrored now") == 1
+            patched.undo()
+            engine.check(service)
+        finally:
+            engine.sender.close()
 
 
 def test_the_sender_thread_ends(service):

@@ -208,6 +208,12 @@ class Play:
     def __init__(self, seed: int, mode: str, address: str, only: dict[str, Any]) -> None:
         self.rng = random.Random(seed)
         self.options = Options(self.rng, mode, only)
+        self.has_sessions, self.sessions = only.get("sessions", seed % 3 == 0), random.Random(f"sessions {seed}")
+        if self.has_sessions and mode == "stock" and self.options.has_states and self.options.is_async:
+            self.has_sessions = False  # stock continues from a state that a launch in flight has overwritten
+        if self.has_sessions:
+            self.options.num_blocks += 60  # sessions that wait for an input hold blocks, and count as active
+            self.options.active = None
         self.mode, self.given = mode.partition("+")[0], {}
         if self.mode not in ("stock", "inprocess"):
             name, _, pipeline = self.mode.partition("-")
@@ -236,6 +242,7 @@ class Play:
         for number in range(MOST_STEPS + MOST_LEFT):
             if number == MOST_STEPS:
                 for name in list(world.scheduler.requests):
+                    world.seen["unfinished"] += 1
                     world.give_up(name)
             if number < MOST_STEPS and self.sent < NUM_REQUESTS and rng.random() < 0.4:
                 for _ in range(rng.randint(1, 3)):
@@ -249,6 +256,9 @@ class Play:
             is_late = rng.random() < 0.6  # while the model runs
             if leaver and not is_late:
                 self._leave(leaver)
+            for name in list(world.scheduler.requests):
+                if world.is_session(name) and self.sessions.random() < 0.1:
+                    world.next_input(name)
             if world.is_busy:
                 self._step(leaver if is_late else "", depth)
             elif self.sent >= NUM_REQUESTS or number > MOST_STEPS:
@@ -293,7 +303,8 @@ class Play:
         name, most, arrival = f"r{self.sent}", rng.randint(1, options.most), float(self.sent)
         self.sent += 1
         if again is not None:
-            self.world.send(Client(name, again.prompt, **again.options | {"most": most, "arrival": arrival}))
+            kept = {one: again.options[one] for one in again.options if one != "inputs"}
+            self.world.send(Client(name, again.prompt, **kept | {"most": most, "arrival": arrival}))
             return
         length = rng.randint(4, options.longest)
         shared = rng.choice([0, length, rng.randint(0, length), rng.randint(0, length) // options.size * options.size])
@@ -301,7 +312,19 @@ class Play:
         priority = rng.randrange(3) if options.policy == "priority" else 0
         salt = rng.choice([None, None, None, "salt"])
         image = self._image() if self.has_images and shared >= IMAGE.stop else None
-        self.world.send(Client(name, prompt, most=most, priority=priority, salt=salt, arrival=arrival, image=image))
+        more: dict[str, Any] = self._session() if self.has_sessions and not image else {}
+        if more:
+            prompt, most = prompt[: options.longest // 2], min(most, options.longest // 8)
+        self.world.send(
+            Client(name, prompt, most=most, priority=priority, salt=salt, arrival=arrival, image=image, **more)
+        )
+
+    def _session(self) -> dict[str, Any]:
+        """Draw what a client sends later, into a session of vLLM."""
+        if self.sessions.random() < 0.5:
+            return {}
+        lengths = [self.sessions.randint(1, self.options.longest // 8) for _ in range(2)]
+        return {"inputs": [[self.sessions.randrange(5, 900) for _ in range(length)] for length in lengths]}
 
     def _image(self) -> tuple[int, str]:
         """Draw an image, and its identifier, which some clients leave out; then stock vLLM takes one for another."""

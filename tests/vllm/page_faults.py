@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from kvplane_vllm import scheduler
+from kvplane_vllm.known import Known
 from kvplane_vllm.launch import PageOrders
 from kvplane_vllm.manager import InProcessManager
+from kvplane_vllm.pages import RankMemory
 from kvplane_vllm.remote.books import Books
 from kvplane_vllm.remote.driver import Driver
-from kvplane_vllm.remote.link import Away, Lost
 
 
 def lose_copies() -> None:
     """The first copy of a launch is lost."""
     take = PageOrders.take_copies
     PageOrders.take_copies = lambda self: take(self)[1:]  # type: ignore[method-assign]
-
-
-def keep_waiting_copies() -> None:
-    """Between two iterations a step counts as executed although no launch has carried out its copies."""
-    Books.give_up_copies = lambda self: None  # type: ignore[method-assign]
 
 
 def keep_unwritten() -> None:
@@ -35,24 +30,18 @@ def run_ahead() -> None:
 
 
 def lose_resets() -> None:
-    """A reset whose session ends returns True, and nothing is removed."""
-
-    def reset(self: Any) -> bool:
-        try:
-            return self._reset()
-        except Away:
-            return False
-        except Lost:
-            self._begin_life()
-            self._books._reset = False
-            return True
-
-    Driver.reset = reset  # type: ignore[method-assign]
+    """The session that begins after a reset without an answer knows the keys that the stamps prove."""
+    RankMemory.invalidate = lambda self: None  # type: ignore[method-assign]
 
 
 def trust_keys() -> None:
     """An image without an identifier has hashes."""
     scheduler.check_proof = lambda *_: None  # type: ignore[attr-defined]
+
+
+def report_dropped() -> None:
+    """The last token of an answer in a session is reported, although the session drops it."""
+    Known.num_kept = property(lambda self: self.request.num_tokens)  # type: ignore[method-assign,assignment]
 
 
 def reset_under_requests() -> None:
@@ -63,10 +52,10 @@ def reset_under_requests() -> None:
 FAULTS: dict[str, Callable[[], None]] = {  # as in `test_page_contents`
     "copy lost in process": lose_copies,
     "copy lost in mode remote": lose_copies,
-    "step counts as executed before its copies": keep_waiting_copies,
     "unwritten blocks keep their keys": keep_unwritten,
     "launch counts as executed too early": run_ahead,
     "reset lost with its session": lose_resets,
     "reset under requests that hold blocks": reset_under_requests,
     "images without an identifier are hashed": trust_keys,
+    "tokens that a session drops are reported": report_dropped,
 }

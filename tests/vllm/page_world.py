@@ -32,6 +32,7 @@ from vllm.v1.request import Request, RequestStatus
 
 IMAGE = range(8, 20)  # the positions of an image's placeholder tokens, in prompts that have one
 STATE = -1  # the position of a state in its page
+STOPS = list(range(5, 905, 10))  # tokens that end an answer in a session, while a later launch may run
 GARBAGE = b"of a rejected draft"
 
 
@@ -58,6 +59,7 @@ class Client:
         self.computed = 0
         self.length = len(self.prompt)  # with the tokens that launches have sampled
         self.contents: list[bytes] = []
+        self.inputs: list[list[int]] = list(options.get("inputs", ()))  # that a session gets later
 
     def token(self, position: int) -> int:
         """Return the token at a position."""
@@ -75,15 +77,22 @@ class Client:
             self.contents.append(blake2b(before + token + shows, digest_size=8).digest())
         return self.contents[position]
 
-    def request(self, hash_block_size: int) -> Request:
-        """Return a new request of vLLM."""
-        sampling = SamplingParams(max_tokens=self.options["most"], ignore_eos=True)
+    def continue_with(self, prompt: Sequence[int]) -> None:
+        """Continue with this prompt: a session keeps all outputs but the last, behind which its next input comes."""
+        kept = next((at for at, token in enumerate(prompt) if token != self.token(at)), len(prompt))
+        self.prompt, self.length = list(prompt), len(prompt)
+        del self.contents[kept:]
+
+    def request(self, hash_block_size: int, prompt: Sequence[int] | None = None, *, goes_on: bool = False) -> Request:
+        """Return a new request of vLLM; for a session, the one of an input. `goes_on`: another one may follow."""
+        stops = STOPS if "inputs" in self.options else None
+        sampling = SamplingParams(max_tokens=self.options["most"], ignore_eos=True, stop_token_ids=stops)
         sampling.update_from_generation_config({}, 50256)
         image, position = self.options["image"], PlaceholderRange(offset=IMAGE.start, length=len(IMAGE))
         item = MultiModalFeatureSpec(MultiModalKwargsItem.dummy(), "image", image[1], position) if image else None
         return Request(
             self.name,
-            list(self.prompt),
+            list(self.prompt if prompt is None else prompt),
             sampling,
             None,
             priority=self.options["priority"],
@@ -91,6 +100,7 @@ class Client:
             cache_salt=self.options["salt"],
             mm_features=[item] if item else None,
             block_hasher=get_request_block_hasher(hash_block_size, sha256),
+            resumable=goes_on,
         )
 
 
@@ -120,7 +130,25 @@ class World:
     def send(self, client: Client) -> None:
         """Add a request."""
         self.clients[client.name] = client
-        self.scheduler.add_request(client.request(self.hash_block_size))
+        self.scheduler.add_request(client.request(self.hash_block_size, goes_on="inputs" in client.options))
+
+    def next_input(self, name: str) -> None:
+        """Send the next input of a session, or its end."""
+        client = self.clients[name]
+        self.seen["inputs"] += bool(client.inputs)
+        more = client.inputs.pop(0) if client.inputs else None
+        self.scheduler.add_request(client.request(self.hash_block_size, more or [5], goes_on=more is not None))
+        self._follow_sessions()
+
+    def _follow_sessions(self) -> None:
+        """Let the clients have what the scheduler made of their sessions."""
+        for name, request in self.scheduler.requests.items():
+            if self.is_session(name) and list(request.prompt_token_ids) != self.clients[name].prompt:
+                self.clients[name].continue_with(request.prompt_token_ids)
+
+    def is_session(self, name: str) -> bool:
+        """Whether a request is a session, which can get more inputs."""
+        return name in self.scheduler.requests and "inputs" in self.clients[name].options
 
     def give_up(self, name: str) -> None:
         """Abort a request, if it has not ended."""
@@ -190,8 +218,9 @@ class World:
     def _extend_tables(self, output: Any) -> None:
         for one in output.scheduled_new_reqs:
             client = self.clients[one.req_id]
+            self.seen["hits"] += 0 if client.tables else one.num_computed_tokens
+            self.seen["continued"] += bool(client.tables)
             client.tables, client.computed = [list(ids) for ids in one.block_ids], one.num_computed_tokens
-            self.seen["hits"] += one.num_computed_tokens
         cached = output.scheduled_cached_reqs
         columns = cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, cached.num_output_tokens
         for name, blocks, computed, num_outputs in zip(*columns, strict=True):
@@ -271,8 +300,20 @@ class World:
         """Report the oldest launch to the scheduler."""
         output, result = self.flight.pop(0)
         self.scheduler.update_from_output(output, result)
+        self._follow_sessions()
+        self._check_keys()
         if self.num_drafts:
             self._draft(result)
+
+    def _check_keys(self) -> None:
+        """Compare the keys of the allocator in this process with the tokens that its requests have now."""
+        manager, unit = self.scheduler.kv_cache_manager, self.hash_block_size
+        for known in getattr(manager, "known", {}).values():
+            for block in {block for table in manager.tables_of(known.slot) for block in table if block}:
+                key, hashes = manager.pool.key_of(block), known.request.block_hashes
+                full = manager.pool.key_tokens[block] // unit if key is not None else 0
+                if 0 < full <= len(hashes) and bytes(key[2]) != bytes(hashes[full - 1]):
+                    raise WrongContent(f"{known.request.request_id}: block {block} has the key of other tokens")
 
     def _draft(self, result: ModelRunnerOutput) -> None:
         names, drafts = [], []

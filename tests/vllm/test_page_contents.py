@@ -17,12 +17,12 @@ MODES = ("inprocess", "mirror", "remote-on", "remote-off")
 FAULTS = {  # as in `page_faults`, which needs vLLM: mode and seed that show it
     "copy lost in process": ("inprocess", 3),
     "copy lost in mode remote": ("remote-off", 3),
-    "step counts as executed before its copies": ("remote-on", 9),
     "unwritten blocks keep their keys": ("remote-on", 19, "abort=0.15"),
     "launch counts as executed too early": ("remote-on", 3),
     "reset lost with its session": ("remote-off+pages", 3),
     "reset under requests that hold blocks": ("inprocess", 3),
     "images without an identifier are hashed": ("inprocess", 8),
+    "tokens that a session drops are reported": ("inprocess", 4, "sessions=true", "is_async=true"),
 }
 
 
@@ -54,6 +54,8 @@ def test_requests_read_their_own_content(mode, address):
     assert found["wrong"] == {}
     assert seen["hits"] > 100 * NUM_SCHEDULES
     assert min(seen[name] for name in ("copies", "aborted", "resets", "refused resets", "resumed")) > 0
+    assert seen["continued"] > 10  # sessions
+    assert "+pages" in mode or seen.get("unfinished", 0) <= NUM_SCHEDULES // 8
     assert seen.get("resets that raised", 0) <= seen.get("lost sessions", 0)
     assert (seen.get("processes", 0) > 0) == ("+pages" in mode)
     assert (seen.get("lost sessions", 0) > 0) == ("remote" in mode)
@@ -62,7 +64,7 @@ def test_requests_read_their_own_content(mode, address):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault, address):
     mode, seed, *more = FAULTS[fault]
-    options = ("--fault", fault, "--only", "lost=0.03", "reset=0.08", *more)
+    options = ("--fault", fault, "--only", "lost=0.03", "reset=0.08", "sessions=false", *more)
     found = play(mode, f"{seed}-{seed}", address, *options)
     print(f"{fault}: {list(found['wrong'].values())}")
     assert found["wrong"]

@@ -169,3 +169,18 @@ def test_a_planted_fault_shows(fault):
         shown = str(error).strip().splitlines()[-1]
     print(f"{fault}: {shown}")
     assert shown
+
+
+@pytest.mark.parametrize("pipeline", ["on", "off"])
+def test_a_reset_does_not_wait_for_a_service_that_does_not_answer(pipeline):
+    """No request holds a block: the engine leaves the session, whose keys the next one does not know."""
+    with processes.Service() as service:
+        steps = iter([service.kill, service.start])
+        found = processes.run("resets.py", service.address, pipeline, on_step=lambda: next(steps)())
+    print(found)
+    assert found["resets"] == [True] * 6
+    assert found["took_s"] < 1.5
+    assert found["waits"]
+    assert found["still_waits"] == ""
+    assert len({tuple(one) for one in found["tokens"]}) == 1
+    assert [bool(one) for one in found["cached"]] == [False, True, False, True]

@@ -13,10 +13,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvplane_vllm.ready import Ready
     from kvplane_vllm.scheduler import AsyncScheduler, Scheduler
     from kvplane_vllm.worker import Worker
 
-__all__ = ["AsyncScheduler", "Scheduler", "Worker"]
+__all__ = ["AsyncScheduler", "Ready", "Scheduler", "Worker"]
 
 
 def __getattr__(name: str) -> Any:
@@ -25,6 +26,10 @@ def __getattr__(name: str) -> Any:
         from kvplane_vllm.worker import Worker
 
         return Worker
+    if name == "Ready":
+        from kvplane_vllm.ready import Ready
+
+        return Ready
     if name in __all__:
         from kvplane_vllm import scheduler
 

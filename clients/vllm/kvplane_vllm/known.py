@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from kvplane.base.hashing.extra_keys import RequestKeys
 from kvplane.base.step import ExtraKeys, Multimodal
+
+STREAMS = RequestStatus.WAITING_FOR_STREAMING_REQ  # the answer has ended, and the next input is not there
 
 
 class Known:
@@ -21,6 +23,13 @@ class Known:
         self.request = request
         self.is_cached = is_cached
         self.num_tokens = self.num_hashes = 0
+
+    @property
+    def num_kept(self) -> int:
+        """The tokens that the request keeps: a session of inputs drops the last one of each answer."""
+        request = self.request
+        drops_last = request.resumable and (request.is_finished() or request.status is STREAMS)
+        return max(self.num_tokens, request.num_tokens - drops_last)
 
     def new_hashes(self, hash_block_size: int, num_tokens: int) -> Sequence[bytes]:
         """Return the hashes of full blocks of the first `num_tokens` tokens that were not reported yet."""

@@ -180,10 +180,10 @@ class InProcessManager(KVCacheManager):
 
     def _progress(self, known: Known, computed: int = UNCHANGED, commit: int = UNCHANGED) -> Update:
         """Return the row that reports the tokens and hashes that a request gained since its last report."""
-        request, appended = known.request, known.request.num_tokens - known.num_tokens
-        digests = known.new_hashes(self.spec.hash_block_size, request.num_tokens)
+        kept = known.num_kept
+        appended, known.num_tokens = kept - known.num_tokens, kept
+        digests = known.new_hashes(self.spec.hash_block_size, kept)
         known.num_hashes += len(digests)
-        known.num_tokens = request.num_tokens
         return Update(known.slot, computed=computed, appended=appended, digests=digests, commit=commit)
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -193,8 +193,8 @@ class InProcessManager(KVCacheManager):
         request.
         """
         known = self.known.get(request.request_id)
-        if known is not None and (known.request is not request or request.num_tokens < known.num_tokens):
-            self._end(known, End.FREE)  # the id is used again, or a streaming session dropped tokens
+        if known is not None and known.request is not request:
+            self._end(known, End.FREE)  # the id is used again
             known = None
         if known is None:
             return self._add(request)
@@ -328,6 +328,10 @@ class InProcessManager(KVCacheManager):
                 return None  # it went back behind the blocks that it holds: the scheduler preempts it
             in_flight = request.num_in_flight_tokens
             granted = self._open().extend(slot, num_new_tokens, num_lookahead_tokens, in_flight, flags, reserved_blocks)
+        elif request.num_computed_tokens:
+            if request not in self.preempted:
+                self.preempted.append(request)
+            return None  # computed in blocks that the allocator took back: it starts over, with the next step
         else:
             waits = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
             terms = AdmitTerms(
@@ -373,10 +377,13 @@ class InProcessManager(KVCacheManager):
         self.free_id(request.request_id)
 
     def free_id(self, request_id: str) -> None:
-        """Free the blocks of a request by its id. The allocator keeps the record of a request that is not finished."""
+        """Free the blocks of a request by its id. The allocator keeps the record of a request that is not finished,
+        unless it is a session, whose last hash may contain a token that it drops.
+        """
         known = self.known.get(request_id)
         if known is not None:
-            self._end(known, End.FREE if known.request.is_finished() else End.PREEMPTED)
+            is_over = known.request.is_finished() or known.request.resumable
+            self._end(known, End.FREE if is_over else End.PREEMPTED)
 
     def pop_blocks_for_free(self, request: Request) -> list[Any]:
         """See vLLM's KVCacheManager. The blocks stay allocated until `release_popped` is called with them."""

@@ -129,6 +129,11 @@ class RankMemory:
         for table in self.tables:
             table.write(orders.stamp_block, orders.stamp)
 
+    def invalidate(self) -> None:
+        """Let the stamps prove no key any more."""
+        for each in self.tables:
+            each.invalidate(range(1, each.num_blocks))
+
     def check_carried_out(self, seq: int) -> None:
         """Raise FailedPrecondition unless all ranks have carried out the orders of this step. Before that, take all
         stamps away: they no longer prove what the pages contain.
@@ -136,8 +141,7 @@ class RankMemory:
         for rank, table in enumerate(self.tables):
             if table.position[0] < seq:
                 position = table.position[0]
-                for each in self.tables:
-                    each.invalidate(range(1, each.num_blocks))
+                self.invalidate()
                 raise FailedPrecondition(
                     f"rank {rank} launched step {seq} without writing its stamps, only those up to step {position}",
                     field="worker_cls",

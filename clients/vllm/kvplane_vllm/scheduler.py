@@ -69,6 +69,8 @@ class OnKvplane:
     connector: Any
     running: list[Any]
     requests: dict[str, Any]
+    kv_holding_waiting: Any
+    _enqueue_waiting_request: Callable[[Any], None]
     hash_block_size: int
     num_spec_tokens: int
     _preempt_request: Callable[..., None]
@@ -147,7 +149,6 @@ class OnKvplane:
             manager = self.kv_cache_manager
             manager.close_step()
             manager.send_steps(self.get_request_counts()[1])
-            assert not manager.preempted, "the allocator preempted requests of the step that is being scheduled"
             output.kvplane_step = manager.seq  # type: ignore[attr-defined]
             if isinstance(manager, PagesOfWorker):
                 setattr(output, ATTRIBUTE, manager.take_launch())
@@ -157,11 +158,18 @@ class OnKvplane:
         """Preempt, in vLLM's queues, requests that lost their blocks: the allocator preempted them because their
         computed tokens were reduced below the blocks that they hold, the service began a new engine life, or a load
         failed. In the last case the tokens of launches in flight are dropped.
+
+        A session that waits for its turn, or for its next input, waits with those that hold no blocks, and starts over.
         """
         for request in requests:
             if request in self.running:
                 self.running.remove(request)
                 self._preempt_request(request, time.monotonic(), drop_stale_output)
+            elif request.num_computed_tokens and request.resumable and not request.is_finished():
+                self.kv_cache_manager.free(request)
+                request.num_computed_tokens = 0
+                self.kv_holding_waiting.remove_requests([request])
+                self._enqueue_waiting_request(request)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
         """See vLLM's scheduler. vLLM passes the outputs in the order of their steps, each after all ranks have finished

@@ -24,6 +24,8 @@ from kvplane.base.errors import (
     Moved,
     NotFound,
     OtherWriter,
+    PermissionDenied,
+    Unauthenticated,
     Unavailable,
 )
 from kvplane.base.groups import ReplicaSpec
@@ -53,7 +55,18 @@ MOST_ITERATIONS = 1024
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 _BEATS_PER_LEASE = 3
 CORE_VERSION_FIELD = "open.mirror.core_version"
-_TRIES_AGAIN = (Unavailable, DeadlineExceeded, InternalError, Moved, NotFound, OtherWriter, LimitExceeded)
+# What may end without a change of the engine. Credentials are read for each call.
+_TRIES_AGAIN = (
+    Unavailable,
+    DeadlineExceeded,
+    InternalError,
+    Moved,
+    NotFound,
+    OtherWriter,
+    LimitExceeded,
+    Unauthenticated,
+    PermissionDenied,
+)
 
 _log = logging.getLogger("kvplane.mirror")
 

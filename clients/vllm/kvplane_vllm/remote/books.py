@@ -254,14 +254,17 @@ class Books:
         self._ends.clear()
         return rows, program
 
-    def report(self, entry: Entry, rows: FactRows, program: Program, computed: int) -> None:
-        """Add what happened to a running request, which has this number of computed tokens."""
+    def report(self, entry: Entry, rows: FactRows, program: Program, computed: int, *, grows: bool = True) -> None:
+        """Add what happened to a request that holds blocks, which has this number of computed tokens.
+
+        `grows`: whether its new tokens are reported; a session drops the last one of each answer.
+        """
         if computed < entry.computed:
             entry.computed = computed = self._withdraw(entry, computed)
             program.lowered.add(entry.slot)
-            rows.add(entry, computed)
+            rows.add(entry, computed, grows=grows)
         else:
-            rows.add(entry)
+            rows.add(entry, grows=grows)
 
     def end_facts(self, rows: FactRows, program: Program, news: Sequence[Any]) -> None:
         """Complete the facts of a message; `news` are requests that the service does not know."""

@@ -14,6 +14,7 @@ from kvplane_vllm.remote.program import Planner
 
 logger = logging.getLogger("vllm.kvplane")  # with the handlers of vLLM
 
+FLUSH_TIMEOUT_S = 0.5  # between two iterations, where a client of vLLM may wait for a reset
 _FINAL = (AdmitStatus.REFUSED, AdmitStatus.NEVER_FITS, AdmitStatus.NO_ROOM)
 
 
@@ -61,7 +62,7 @@ class Driver:
         unused, self._was_ahead, self._is_away = 0, self._link.in_flight, False
         try:
             if self._was_ahead:
-                unused = self._receive()
+                unused = self._take(self._link.receive())
             self._preempt_lost(preempt)
             self._reopen()
             if not self._was_ahead:
@@ -97,11 +98,11 @@ class Driver:
         self.messages[self._link.num_messages - self._num_sent] += 1
         return done
 
-    def _reopen(self) -> None:
+    def _reopen(self, within_s: float | None = None) -> None:
         if not self._link.is_open and self._books.launch_orders:
             self.write_ahead()
             self._books.launch_orders.clear()  # the ranks refuse those of the last engine life
-        self._link.reopen()
+        self._link.reopen(within_s)
 
     def _preempt_lost(self, preempt: Callable[[list[Any]], None]) -> None:
         if self._books.lost:
@@ -130,23 +131,22 @@ class Driver:
         """Whether the service accepts a step, and `more` behind it, before another one is executed."""
         return self._link.answered + 1 + more - max(self._done, self._reported) <= self._link.max_steps
 
-    def _receive(self) -> int:
-        return self._take(self._link.receive())
-
     def _take(self, answer: StepResult) -> int:
         program, self._sent = self._sent, None
         assert program is not None, "an answer belongs to a program"
         return self._books.take(program, answer)
 
-    def _exchange(self, program: Program) -> None:
+    def _exchange(self, program: Program, within_s: float | None = None) -> None:
         if not program.is_empty:
             self._sent = program
-            self._take(self._link.exchange(program.parts(), self._executed()))
+            self._take(self._link.exchange(program.parts(), self._executed(), within_s))
 
     def _begin_life(self) -> None:
         """Forget what the service knew; the running requests are preempted at the next iteration."""
         self._sent = None
-        self._books.forget(self._scheduler.running)
+        scheduler = self._scheduler
+        waiting = [one for one in scheduler.kv_holding_waiting if one.num_computed_tokens]
+        self._books.forget([*waiting, *scheduler.running])
         self._reported = 0
 
     def _ask(self, make: Callable[[], Program]) -> None:
@@ -217,8 +217,16 @@ class Driver:
 
     def resume(self, request: Any, num_tokens: int) -> Entry | None:
         """Grant tokens to a waiting request that holds blocks, the session of a streamed input."""
-        entry = self._books.entries.get(request.request_id)
-        if entry is None or not entry.running or not self._fill(entry, 0, num_tokens):
+        books, name = self._books, request.request_id
+        entry = books.entries.get(name)
+        books.grants.pop(name, None)  # from before the session's last answer ended
+        if entry is not None and entry.running and entry.computed > request.num_computed_tokens:
+            self._ask(lambda: self._planner.lowering(entry))
+        if entry is None or not entry.running:
+            if request not in books.lost:
+                books.lost.append(request)  # it starts over
+            return None
+        if entry.computed > request.num_computed_tokens or not self._fill(entry, 0, num_tokens):
             return None
         return self._use(entry, num_tokens, num_tokens)
 
@@ -278,36 +286,22 @@ class Driver:
         """Remove all keys of the prefix cache; returns whether they were removed. While requests hold blocks nothing is
         done, as in vLLM.
         """
-        if self._books.is_held:
+        books, link = self._books, self._link
+        if books.is_held:
             return False
-        try:
+        if link.is_open and not self._is_away:
             try:
-                return self._reset()
-            except Lost:
-                self._begin_life()
-                return self._reset()  # a new engine life keeps the keys that the stamps of the pages prove
-        except Away:
-            return False
-        except Lost:
-            self._begin_life()
-            return False
-
-    def _reset(self) -> bool:
-        for _ in range(2):
-            self._books.reset()
-            self._flush()
-            if self._books.reset_done:
-                self.write_ahead()
-                return True
-            if self.executed != self._launched:
-                break  # its copies are held until it ends; else those of steps without one count as executed now
-        # No request holds a block: what was granted ahead has been taken back.
-        blocks = range(1, self._scheduler.kv_cache_manager.spec.num_blocks)
-        if len(blocks) > self._link.max_rows // 2:
-            return False
-        self._books.evict(blocks)
-        self._flush()
-        self.write_ahead()
+                books.reset()
+                self._flush()
+                if books.reset_done:
+                    self.write_ahead()
+                    return True
+            except (Away, Lost):
+                pass
+        # The service does not answer now, or copies of a launch in flight hold their blocks. No request holds one, so
+        # that a new session, which knows no key, costs nothing else.
+        link.abandon()
+        self._begin_life()
         return True
 
     def write_ahead(self) -> None:
@@ -329,19 +323,19 @@ class Driver:
 
     def _flush(self) -> None:
         """Receive what is in flight, take it back, and report everything, while no request of vLLM holds blocks. Raises
-        Away or Lost.
+        Away or Lost. Waits only briefly: vLLM has other work than this.
         """
         books = self._books
         if self._link.in_flight:
-            self._receive()
-        self._reopen()
+            self._take(self._link.receive(FLUSH_TIMEOUT_S))
+        self._reopen(FLUSH_TIMEOUT_S)
         books.drop_unused()
         books.give_up_copies()
         if not self._may_send():
             raise Away
         rows, program = books.begin_facts()
         books.end_facts(rows, program, [])
-        self._exchange(program)
+        self._exchange(program, FLUSH_TIMEOUT_S)
         if self.executed == self._launched:  # no launch runs: what it did not carry out has been taken back
             self.executed = self._launched = (self._link.life, self._link.answered)
 

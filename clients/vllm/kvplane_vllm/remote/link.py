@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol
 
 from kvplane.base.errors import (
@@ -33,10 +34,14 @@ logger = logging.getLogger("vllm.kvplane")  # with the handlers of vLLM
 
 AWAY = (Unavailable, DeadlineExceeded)
 MOVES = "the running requests are computed again in a new session"
-# The service has nothing of this session, or what refuses it can be fixed outside of the engine, such as an expired
-# token or a limit of its owner. A new session is opened when the service accepts one. The others are faults of the
+# The service has nothing of this session. A new one is opened when the service accepts it.
+GONE = (ServiceRestarted, NotFound, Moved)
+# What can be fixed outside of the engine, such as an expired token or a limit of its owner. Each new session computes
+# the running requests again, and may be refused again: the pause before it doubles. All other errors are faults of the
 # engine, which a new session would only repeat.
-ENDED = (ServiceRestarted, NotFound, Moved, Unauthenticated, PermissionDenied, LimitExceeded, InternalError)
+REFUSED = (Unauthenticated, PermissionDenied, LimitExceeded, InternalError)
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+NAP_S = 0.05
 
 
 class Away(Exception):
@@ -62,6 +67,10 @@ class Memory(Protocol):
         """Write the stamps of orders before the ranks do."""
         ...
 
+    def invalidate(self) -> None:
+        """Let the stamps prove no key any more."""
+        ...
+
 
 class Link:
     """A session with one replica.
@@ -75,7 +84,13 @@ class Link:
     """
 
     def __init__(
-        self, settings: Settings, spec: ReplicaSpec, memory: Memory | None = None, *, with_events: bool = False
+        self,
+        settings: Settings,
+        spec: ReplicaSpec,
+        memory: Memory | None = None,
+        *,
+        with_events: bool = False,
+        say: Callable[[str], None] = lambda reason: None,
     ) -> None:
         """Register the replica and open a session. Raises KvplaneError if the service cannot be reached or refuses.
 
@@ -84,8 +99,9 @@ class Link:
             spec: the settings of the replica.
             memory: of the pages; None: they end with this process, and prove nothing to a new engine life.
             with_events: whether answers contain cache events.
+            say: called with the reason why nothing is scheduled, whenever it changes; "" if there is none.
         """
-        self._memory, self._with_events = memory, with_events
+        self._memory, self._with_events, self._say = memory, with_events, say
         self._settings, self._spec = settings, spec
         self._has_others = len(Addresses(settings.target.address).services) > 1
         retry = RetryPolicy(attempts=None, within_s=settings.step_timeout_s)
@@ -96,9 +112,11 @@ class Link:
         self.life = self.answered = self.num_messages = 0
         self.waited_s = 0.0
         self._away_by = ""  # the reason of the error that was logged last
+        self._pause_s, self._opened_s, self._not_before_s = 0.0, 0.0, 0.0
         self._thread = ThreadPoolExecutor(1, f"kvplane-{settings.target.replica}")
         self._ahead: Future[StepResult] | None = None
-        self._open()
+        self._opening: Future[Session] | None = None
+        self._begin(self._open())
 
     @property
     def in_flight(self) -> bool:
@@ -122,10 +140,10 @@ class Link:
         assert self._session is not None, "a step is going to be sent"
         return self._session.max_steps_in_flight
 
-    def reopen(self) -> None:
+    def reopen(self, within_s: float | None = None) -> None:
         """Open a session, if there is none. Raises Away; or Lost, if the service drains and another one is available.
 
-        No step may be in flight.
+        No step may be in flight. `within_s`: how long to wait; a later call continues.
         """
         if self._session is not None and self._session.draining and self._has_others:
             logger.warning("the service drains: %s", MOVES)
@@ -133,8 +151,18 @@ class Link:
             self._session = None
             raise Lost
         if self._session is None:
+            if self._opening is None:
+                if (left_s := self._not_before_s - time.monotonic()) > 0:
+                    if within_s is None:
+                        time.sleep(min(left_s, NAP_S))  # vLLM asks again at once
+                    raise Away
+                self._opening = self._thread.submit(self._open)
+            opening, self._opening = self._opening, None
             try:
-                self._open()
+                self._begin(opening.result(within_s))
+            except TimeoutError as error:
+                self._opening = opening
+                raise Away from error
             except KvplaneError as error:  # whatever it is, requests that run may not end for it
                 raise self._away(error) from error
 
@@ -144,31 +172,37 @@ class Link:
         self.num_messages += 1
         self._ahead = self._thread.submit(_exchange, self._session, parts, executed)
 
-    def receive(self) -> StepResult:
-        """Wait for the answer of the step in flight. Raises Away, after which the step is still in flight, or Lost."""
-        assert self._session is not None, "a step is in flight"
-        begin = time.monotonic()
-        ahead, self._ahead = self._ahead, None
-        try:
-            result = ahead.result() if ahead is not None else self._session.receive()
-        except AWAY as error:
-            raise self._away(error) from error
-        except ENDED as error:
-            raise self._lost(error) from error
-        finally:
-            self.waited_s += time.monotonic() - begin
-        return self._answered(result)
+    def receive(self, within_s: float | None = None) -> StepResult:
+        """Wait for the answer of the step in flight. Raises Away, after which the step is still in flight, or Lost.
 
-    def exchange(self, parts: Sequence[Part], executed: int) -> StepResult:
-        """Send a step and wait for its answer, as `send` and `receive`."""
-        assert self._session is not None, "the session is opened before a step is sent"
-        begin = time.monotonic()
-        self.num_messages += 1
+        `within_s`: how long to wait at most, if that is shorter than the step timeout.
+        """
+        session, ahead, self._ahead = self._session, self._ahead, None
+        assert session is not None, "a step is in flight"
+        if ahead is None and within_s is not None:
+            ahead = self._thread.submit(session.receive)
         try:
-            result = _exchange(self._session, parts, executed)
+            return self._answer_of(session.receive if ahead is None else partial(ahead.result, within_s))
+        except TimeoutError as error:
+            self._ahead = ahead
+            raise Away from error
+
+    def exchange(self, parts: Sequence[Part], executed: int, within_s: float | None = None) -> StepResult:
+        """Send a step and wait for its answer, as `send` and `receive`."""
+        if within_s is not None:
+            self.send(parts, executed)
+            return self.receive(within_s)
+        assert self._session is not None, "the session is opened before a step is sent"
+        self.num_messages += 1
+        return self._answer_of(partial(_exchange, self._session, parts, executed))
+
+    def _answer_of(self, wait: Callable[[], StepResult]) -> StepResult:
+        begin = time.monotonic()
+        try:
+            result = wait()
         except AWAY as error:
             raise self._away(error) from error
-        except ENDED as error:
+        except (*GONE, *REFUSED) as error:
             raise self._lost(error) from error
         finally:
             self.waited_s += time.monotonic() - begin
@@ -177,6 +211,7 @@ class Link:
     def _answered(self, result: StepResult) -> StepResult:
         if self._away_by:
             self._away_by = ""
+            self._say("")
             logger.info("the service answers again")
         self.answered = result.seq
         return result
@@ -191,21 +226,32 @@ class Link:
         if self._memory is not None:
             self._memory.write_stamps(orders)
 
+    def abandon(self) -> None:
+        """End the session without waiting, and let its keys not be known to the next one: its pages prove nothing."""
+        self._ahead = None
+        if self._session is not None:
+            self._session.abort()
+            self._session = None
+        if self._memory is not None:
+            self._memory.invalidate()
+
     def close(self) -> None:
         """End the session."""
+        self._say("")
         self._thread.shutdown(wait=False)
         if self._session is not None:
             self._session.close()
         self._client.close()
 
-    def _open(self) -> None:
+    def _open(self) -> Session:
+        """Register the replica and open a session; called on the thread too. Changes nothing."""
         name, wait_s = self._settings.target.replica, self._settings.step_timeout_s
         register_engine(self._client, name, self._spec)
         retry = RetryPolicy(attempts=None, within_s=wait_s)
         options = {"step_timeout_s": wait_s, "open_timeout_s": wait_s, "retry": retry}
         if self._memory is not None:
             options |= self._memory.terms()
-        self._session = self._client.session(
+        return self._client.session(
             name,
             with_events=self._with_events,
             client="vllm",
@@ -213,6 +259,9 @@ class Link:
             remember=False,  # the requests are sent again from vLLM's queues
             **options,  # type: ignore[arg-type]
         )
+
+    def _begin(self, session: Session) -> None:
+        self._session, self._opened_s = session, time.monotonic()
         self.epoch, self.kept_keys = self._session.epoch, self._session.kept_keys
         if self._memory is not None:
             self._memory.own(self.epoch)
@@ -224,11 +273,21 @@ class Link:
         if self._away_by != error.reason:
             logger.warning("nothing is scheduled until the service accepts a step: %s", error)
         self._away_by = error.reason
+        self._say(str(error))
         return Away()
 
     def _lost(self, error: KvplaneError) -> Lost:
-        logger.warning("the session ended: %s; %s", error.message, MOVES)
         assert self._session is not None, "it ended now"
+        now = time.monotonic()
+        if isinstance(error, REFUSED):
+            lasted = now - self._opened_s > LONGEST_PAUSE_S
+            self._pause_s = FIRST_PAUSE_S if lasted else min(max(FIRST_PAUSE_S, 2 * self._pause_s), LONGEST_PAUSE_S)
+            self._not_before_s = now + self._pause_s
+            logger.error("the service refuses a step; %s, in %.0f s: %s", MOVES, self._pause_s, error)
+        else:
+            logger.warning("the session ended: %s; %s", error.message, MOVES)
+        self._away_by = error.reason
+        self._say(str(error))
         self._session.abort()
         self._session = None
         return Lost()

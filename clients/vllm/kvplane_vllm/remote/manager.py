@@ -16,6 +16,7 @@ from kvplane.base.step import End
 from kvplane_vllm import events
 from kvplane_vllm.launch import Launch
 from kvplane_vllm.pages import RankMemory
+from kvplane_vllm.ready import Notice
 from kvplane_vllm.remote.books import Books, Entry
 from kvplane_vllm.remote.driver import Driver
 from kvplane_vllm.remote.link import Link
@@ -110,7 +111,8 @@ class RemoteManager(KVCacheManager):
         self.spec.validate()
         self.blocks = [Block(number) for number in range(self.spec.num_blocks)]
         self.memory = RankMemory(addresses, self.spec.num_blocks, DIGEST_BYTES) if addresses else None
-        self.link = Link(settings, self.spec, self.memory, with_events=self.enable_kv_cache_events)
+        say = Notice(vllm_config).say
+        self.link = Link(settings, self.spec, self.memory, with_events=self.enable_kv_cache_events, say=say)
         self.books = Books(self.spec)
         if self.memory is not None:
             self.books.launch_orders = []
@@ -184,7 +186,8 @@ class RemoteManager(KVCacheManager):
 
     def free(self, request: Request) -> None:
         """See vLLM's KVCacheManager."""
-        self.driver.free(request, End.FREE if request.is_finished() else End.PREEMPTED)
+        is_over = request.is_finished() or request.resumable  # the last hash of a session may have a token it drops
+        self.driver.free(request, End.FREE if is_over else End.PREEMPTED)
 
     def take_launch(self) -> Launch:
         """Return the orders since the last launch, for the ranks that write stamps."""

@@ -53,6 +53,10 @@ class Planner:
         is_paused = scheduler._pause_state == PauseState.PAUSED_ALL
         has_room = tokens > 0 and inputs > self._draft_slots and not is_paused
         cap = self._cap()
+        for request in scheduler.kv_holding_waiting:  # sessions, which go back when an answer ends
+            entry = books.entries.get(request.request_id)
+            if entry is not None and entry.running and request.num_computed_tokens < entry.computed:
+                books.report(entry, rows, program, request.num_computed_tokens, grows=False)
         if start is not None:
             self._run(program, rows, start, cap=cap, defers=defers, asks=has_room)
         if has_room and not defers and scheduler._pause_state == PauseState.UNPAUSED:
@@ -74,6 +78,13 @@ class Planner:
         flags = [int(RowFlag.UNALIGNED)]
         run = Run([entry.slot], [extra], [num_tokens], lookahead, in_flight, flags, on_refusal=OnRefusal.STOP)
         program.rows.run, program.run = run, [entry]
+        return program
+
+    def lowering(self, entry: Entry) -> Program:
+        """Return the program that reports that a session went back."""
+        rows, program = self._books.begin_facts()
+        self._books.report(entry, rows, program, entry.request.num_computed_tokens, grows=False)
+        self._books.end_facts(rows, program, [])
         return program
 
     def defers(self, throttled: bool) -> bool:
