@@ -232,6 +232,13 @@ def metrics_page() -> str:
 MAX_COLUMNS = 10
 MEASURED = (
     (
+        "An engine that is killed",
+        "crash.md",
+        (0,),
+        "vLLM with kvplane and stock vLLM answer 8 conversations, are killed, start again and continue; a Llama of 4 "
+        "layers with random weights on a CPU. TTFT over HTTP, mean of all 8 at once.",
+    ),
+    (
         "A step of vLLM's scheduler",
         "vllm_schedule.md",
         (0,),

@@ -40,16 +40,19 @@ def test_span_keeps_the_written_form():
 def test_cost_of_schedule_is_that_of_the_results():
     """Each row: stock's time, then the ratio of each mode; ratios above 1 in every run are bold."""
     recorded = [row for row in rows_of((RESULTS / "vllm_schedule.md").read_text()) if row[2] in ("phase", "even")]
-    printed = [row for row in rows_of(README) if row[0] in ("8", "256")]
-    cases = [("8", "1"), ("8", "7"), ("256", "1"), ("256", "7")]
-    expected = []
-    for requests, groups in cases:
-        measured = [row for row in recorded if row[:2] == [requests, groups]]
-        assert len(measured) == 2, "the results have two loads of each case"
-        spans = [span([row[column] for row in measured]) for column in (3, 4, 5, 6)]
-        losing = [f"**{one}**" if float(one.split("–")[0]) > 1 else one for one in spans[1:]]
-        expected.append([requests, groups, spans[0], *losing])
-    assert printed == expected
+    spans = {
+        case: [span([row[column] for row in recorded if (row[0], row[1]) == case]) for column in (3, 4, 5, 6, 7)]
+        for case in (("8", "1"), ("8", "7"), ("256", "1"), ("256", "7"))
+    }
+    assert len(recorded) == 8, "the results have two loads of each case"
+    in_readme, in_vllm = (
+        {(row[0], row[1]): row[2:] for row in rows_of(text) if row[0] in ("8", "256")}
+        for text in (README, (ROOT / "docs" / "vllm.md").read_text())
+    )
+    for case, (stock, *ratios) in spans.items():
+        losing = [f"**{one}**" if float(one.split("–")[0]) > 1 else one for one in ratios[:3]]
+        assert in_readme[case] == [stock, *losing]
+        assert in_vllm[case] == ratios
     date = re.search(r"date (\S+),", (RESULTS / "vllm_schedule.md").read_text())
     assert date is not None
     assert f"Two loads, one run each, {date[1]}:" in SAID
