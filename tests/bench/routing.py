@@ -45,7 +45,7 @@ from kvplane_fleet.policies import Chooser, Option, Policy
 from kvplane_fleet.settings import PlaceSettings, RouterSettings
 from kvplane_fleet.wire.events import Batch, GroupFormat, Removed, Stored, Tier
 from kvplane_tools.replay.engine import Engine
-from kvplane_tools.replay.fleet import Fleet
+from kvplane_tools.replay.fleet import Arriving, Fleet
 from kvplane_tools.replay.plan import NS_PER_SECOND, CostModel, EngineConfig
 from kvplane_tools.replay.requests import LiveRequest
 from kvplane_tools.replay.workloads import Span, TokenSource, TraceRequest
@@ -372,7 +372,8 @@ class RoutedFleet(Fleet):
         self._numbers = {name: number for number, name in enumerate(names)}
         super().__init__([ServedEngine(name, spec, self.router) for name in names], trace)
 
-    def _route(self, request: TraceRequest) -> int:
+    def _route(self, request: Arriving) -> int:
+        assert isinstance(request, TraceRequest)
         return self._numbers[self.router.route(request)]
 
 

@@ -84,18 +84,24 @@ def test_replicas_command_lists_replicas(ask):
     assert live == ["r", "live", "1", "-", "40%", "40", "34", "15%", "now"]
 
 
-def test_mrc_command_prints_what_pools_of_other_sizes_hit(ask, tmp_path):
-    lines = [line.split() for line in ask("mrc", "r").splitlines()]
-    assert lines[0] == ["BLOCKS", "GIB", "POOL", "HITS"]
-    assert [line[2] for line in lines[1:-1]] == ["0.125x", "0.25x", "0.5x", "0.75x", "1x", "1.5x", "2x", "3x", "4x"]
-    assert [line[0] for line in lines if line[-1] == "pool"] == [lines[5][0]]
-    assert lines[5][3] == "40.0%"
+def test_mrc_command_prints_what_pools_of_other_sizes_hit(kvplane, service, tmp_path):
+    def ask(*arguments):
+        code, out, _ = kvplane("mrc", *arguments, "--service", service.address)
+        return code, out
+
+    code, text = ask("r")
+    lines = [line.split() for line in text.splitlines()]
+    assert code == 0
+    assert lines[0] == ["BLOCKS", "GIB", "POOL", "HITS", "PREEMPTED"]
+    assert [line[0] for line in lines[1:-1]] == ["10", "20", "41", "82", "164"]
+    assert [line[2] for line in lines[2:-1]] == ["0.488x", "1x", "2x", "4x"]
+    assert [line[3:] for line in lines if "pool;" in line] == [["40.0%", "0", "<-", "this", "pool;", "really", "40.0%"]]
     assert lines[-1][1] == "80"
-    assert json.loads(ask("mrc", "r", "-o", "json"))["sizes"][4]["hit_tokens"] == "32"
-    assert ask("mrc", "idle").startswith("no curve: ")
-    assert "DescribeReplica" in ask("mrc", "r", "--grpcurl")
-    ask("record", "r", str(tmp_path / "log"), "--decisions", "3")
-    assert [line.split() for line in ask("mrc", str(tmp_path / "log"), "--log").splitlines()] == lines
+    sizes = json.loads(ask("r", "-o", "json")[1])["sizes"]
+    assert [(one["hit_tokens"], one["this_pool"]) for one in sizes[2:]] == [(32, True), (32, False), (32, False)]
+    assert ask("idle") == (1, "")
+    assert kvplane("record", "r", str(tmp_path / "log"), "--decisions", "3", "--service", service.address)[0] == 0
+    assert ask(str(tmp_path / "log"), "--log") == (0, text)
 
 
 def test_describe_command_prints_a_replica(ask):

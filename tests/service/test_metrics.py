@@ -220,7 +220,6 @@ def test_metrics_of_hits_by_group_kind():
     engine.step(Part(news=prompt(1, 40), admit=Admit(slot=[1])))
     assert world.value("kvplane_prefix_queried_tokens_total") == 80
     assert world.value("kvplane_prefix_hit_tokens_total") == 2 * BLOCK
-    assert world.value("kvplane_lru_hit_ratio", pools="4.0") == 2 * BLOCK / 80
     assert world.value("kvplane_group_queried_tokens_total", group_kind="full_attention") == 80
     assert world.value("kvplane_group_hit_tokens_total", group_kind="full_attention") == 2 * BLOCK
     assert world.value("kvplane_granted_tokens_total") == 40 + 8

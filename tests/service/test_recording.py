@@ -27,7 +27,7 @@ from kvplane.base.step import (
 )
 from kvplane.blocking.session import Session
 from kvplane.session.rows import AdmitRow, NewsRow, part_of
-from kvplane.v1.admin_pb2 import RecordResponse
+from kvplane.v1.admin_pb2 import RecordedLife, RecordResponse
 from kvplane_service.config import Config
 from kvplane_service.decisions.log import Decision
 from kvplane_service.decisions.recording import MAGIC, Frames, header_of, message_of, result_digest, write_frame
@@ -38,8 +38,10 @@ from kvplane_service.replicas.host import ReplicaHost
 from kvplane_service.replicas.inprocess import InProcessTransport
 from kvplane_tools.replay.engine import Engine
 from kvplane_tools.replay.fleet import Fleet
-from kvplane_tools.replay.from_log import Outcome, curve_of, replay_log
-from kvplane_tools.replay.plan import EngineConfig
+from kvplane_tools.replay.from_log import Outcome, replay_log
+from kvplane_tools.replay.plan import CostModel, EngineConfig
+from kvplane_tools.replay.pools import PoolHits, curve_of, pool_hits
+from kvplane_tools.replay.recorded import Recorded
 from kvplane_tools.replay.workloads import ChatShape, chat_workload
 from tests.core.builders import full, replica_spec
 from tests.core.image import image_of
@@ -58,13 +60,18 @@ def drive(spec: ReplicaSpec) -> ReplicaHost:
     registry = Registry(Config(decision_log_steps=1 << 20, log_bytes=1 << 36), lambda: 0)
     host = registry.register("r", Registration(spec)).host
     for seed in (1, 2):
-        trace = [request for request, _ in zip(chat_workload(Random(seed), SHAPE), range(25), strict=False)]
-        session = Session(InProcessTransport(lambda _: host), OpenRequest("r", nonce=seed), heartbeats=False)
-        fleet = Fleet([Engine(session, EngineConfig(max_running=16, token_budget=BUDGET), COST)], trace)
-        while fleet.run_step():
-            pass
-        session.close()
+        drive_more(host, seed)
     return host
+
+
+def drive_more(host: ReplicaHost, seed: int) -> None:
+    """One engine life."""
+    trace = [request for request, _ in zip(chat_workload(Random(seed), SHAPE), range(25), strict=False)]
+    session = Session(InProcessTransport(lambda _: host), OpenRequest("r", nonce=seed), heartbeats=False)
+    fleet = Fleet([Engine(session, EngineConfig(max_running=16, token_budget=BUDGET), COST)], trace)
+    while fleet.run_step():
+        pass
+    session.close()
 
 
 def record(host: ReplicaHost, path: Path) -> Path:
@@ -95,30 +102,63 @@ def test_recording_replays_bit_for_bit(recorded):
         assert outcome.counts[name] == getattr(counters, name)
 
 
-def test_recording_has_the_miss_ratio_curve_of_the_service(recorded):
+def test_curve_is_what_engines_of_the_same_requests_hit_in_each_pool(recorded):
+    """The engine that was recorded runs the same two traces in each size."""
     host, path = recorded
-    spec, curve = curve_of(path)
-    assert spec == host.replica.spec
-    assert curve == host.miss_curve()
-    assert curve is not None
-    assert curve.queried_tokens > 0
+    curve = list(curve_of(path, 1000))[-1]
+    assert [one.num_blocks / curve.real.num_blocks for one in curve.pools if not one.error][-3:] == [1, 2, 4]
+    counters = host.replica.counters
+    assert curve.real.counts["hit_tokens"] == counters.hit_tokens
+    for one in curve.pools:
+        if not one.error:
+            other = drive(replace(host.replica.spec, num_blocks=one.num_blocks)).replica.counters
+            assert one.share == pytest.approx(other.hit_tokens / other.queried_tokens, abs=0.03)
 
 
-def test_recording_with_a_larger_pool_hits_more_and_preempts_less(recorded):
+def test_curve_of_the_last_requests_fills_the_pools_with_the_first_half(recorded):
     host, path = recorded
-    small, large = replay_log(path), replay_log(path, host.replica.spec.num_blocks * 20)
-    assert large.is_what_if
-    assert large.not_applied == 0
-    assert large.counts["preempted"] == large.counts["refused"] == 0
-    assert share(large) > share(small)
-    assert large.counts["ended"] == small.counts["ended"]
+    curve = list(curve_of(path, 20))[-1]
+    assert curve.num_requests == 10
+    assert 0 < curve.real.counts["queried_tokens"] < host.replica.counters.queried_tokens
 
 
-def test_recording_with_a_smaller_pool_hits_less(recorded):
+def test_requests_of_a_recording_in_another_pool(recorded):
     host, path = recorded
-    small, smaller = replay_log(path), replay_log(path, host.replica.spec.num_blocks * 3 // 4)
-    assert smaller.not_applied == 0
-    assert share(smaller) < share(small)
+    small, large = replay_log(path), in_pool(path, host.replica.spec.num_blocks * 20)
+    assert large.counts["preempted"] == large.counts["refused"] == large.never_fits == 0
+    assert large.share > share(small)
+
+
+def in_pool(path: Path, num_blocks: int) -> PoolHits:
+    """Run the requests of a recording in a pool of this size."""
+    recorded = Recorded(CostModel())
+    spec = replay_log(path, recorded).spec
+    return pool_hits(replace(spec, num_blocks=num_blocks), recorded)
+
+
+def test_recording_from_now_counts_what_is_in_it(tmp_path):
+    """A recording that begins with the state of a replica in use: totals of the recording, and a curve."""
+    host = drive(replace(SPECS["full"], num_blocks=60))
+    before = host.replica.counters.queried_tokens
+    state = b"".join(host.replica.image())
+    path = tmp_path / "file"
+    with path.open("wb") as file:
+        file.write(MAGIC)
+        write_frame(file, header_of("r", host.replica.spec))
+        life = RecordedLife(epoch=host.epoch, state=state)
+        write_frame(file, RecordResponse(life=life))
+        first = len(list(host.decisions))
+        drive_more(host, 3)
+        for entry in list(host.decisions)[first:]:
+            write_frame(file, message_of(entry, host.scheme.digest.size))
+    outcome = replay_log(path)
+    assert outcome.from_now
+    assert outcome.identical == outcome.decisions > 0
+    assert outcome.counts["queried_tokens"] == host.replica.counters.queried_tokens - before
+    curve = list(curve_of(path, 1000))[-1]
+    assert 0 < curve.real.share < 1
+    at_size = next(one for one in curve.pools if one.num_blocks == 60)
+    assert at_size.share == pytest.approx(curve.real.share, abs=0.1)
 
 
 def test_resumed_requests_are_replayed_and_readmitted_in_another_pool(tmp_path):
@@ -133,10 +173,10 @@ def test_resumed_requests_are_replayed_and_readmitted_in_another_pool(tmp_path):
     engine.step(Part(resume=resume))
     engine.step(Part(facts=Facts(slot=[0], appended=[1], tokens=[8]), run=Run(slot=[0])))
     path = record(world.host, tmp_path / "file")
-    again, larger = replay_log(path), replay_log(path, 80)
+    again, larger = replay_log(path), in_pool(path, 80)
     assert again.identical == again.decisions == 5
     assert again.counts["admitted"] == 1
-    assert (larger.not_applied, larger.counts["admitted"]) == (0, 2)
+    assert larger.counts["admitted"] == 2  # it was announced twice
     history = read_history(list(world.host.decisions), world.host.scheme.digest.size)
     assert [(one.name, one.computed_at(NOW)) for one in history.admitted(NOW)] == [("a", 9), ("a", 9)]
     (resumed,) = [entry for entry in world.host.decisions if isinstance(entry, Decision) and entry.step.parts[0].resume]
@@ -157,18 +197,17 @@ def test_recording_replays_busy_blocks_of_earlier_engine_lives(tmp_path):
     engine.step(late)
     engine.step(Part(cache=Cache(loads_over=[20])))
     path = record(world.host, tmp_path / "file")
-    again, larger = replay_log(path), replay_log(path, 80)
+    again = replay_log(path)
     assert (again.decisions, again.identical) == (5, 5)
-    assert (larger.not_applied, larger.counts["admitted"]) == (0, 3)
+    assert in_pool(path, 80).counts["admitted"] == 3
 
 
 def test_recording_reports_a_request_too_large_for_the_pool_once(tmp_path):
     path = record(drive(replace(SPECS["full"], num_blocks=60)), tmp_path / "file")
-    was, tiny = replay_log(path), replay_log(path, 2)
+    was, tiny, some = replay_log(path), in_pool(path, 2), in_pool(path, 30)
     assert was.counts["never_fits"] == 0
-    some = replay_log(path, 30)
     assert tiny.counts["admitted"] == 0 < some.counts["admitted"]
-    assert 0 < some.counts["never_fits"] < tiny.counts["never_fits"] <= was.counts["ended"]
+    assert 0 < some.never_fits < tiny.never_fits <= was.counts["ended"]
 
 
 def share(outcome: Outcome) -> float:

@@ -21,7 +21,7 @@ inline constexpr std::array<Scalar<Part>, 13> kPartScalars = {{
     PACK_SCALAR(Part, with_hashes),
     PACK_SCALAR(Part, with_tables),
 }};
-inline constexpr std::array<PackedField<Part>, 66> kPartFields = {{
+inline constexpr std::array<PackedField<Part>, 67> kPartFields = {{
     PACK_FIELD(Part, facts.slot),
     PACK_FIELD(Part, facts.computed),
     PACK_FIELD(Part, facts.appended),
@@ -45,6 +45,7 @@ inline constexpr std::array<PackedField<Part>, 66> kPartFields = {{
     PACK_FIELD(Part, news.skip_reading),
     PACK_FIELD(Part, news.max_tokens),
     PACK_FIELD(Part, news.hint),
+    PACK_FIELD(Part, news.waited),
     PACK_FIELD(Part, run.slot),
     PACK_FIELD(Part, run.extra),
     PACK_FIELD(Part, run.cap),

@@ -98,6 +98,7 @@ struct News {
     Int num_traceparents = 0;
     std::vector<std::string> traceparent;  // as in a message, of a step that was read from one
     Column hint;  // u32, default 0
+    Column waited;  // u32, default 0
 };
 inline constexpr SectionColumn<News> kNewsColumns[] = {
     {"slot", &News::slot, 1, kU32, true, {}},
@@ -106,6 +107,7 @@ inline constexpr SectionColumn<News> kNewsColumns[] = {
     {"skip_reading", &News::skip_reading, 9, kU32, true, 0, 1},
     {"max_tokens", &News::max_tokens, 10, kU32, true, 0},
     {"hint", &News::hint, 12, kU32, true, 0},
+    {"waited", &News::waited, 14, kU32, true, 0},
 };
 constexpr const auto& ColumnsOf(const News&) { return kNewsColumns; }
 template <typename F>
@@ -117,7 +119,7 @@ void EachOther(News& news, F&& visit) {
     visit(OtherField{"extra_keys", 8}, Counted{&news.extra_keys, &news.num_extra_keys, false});
     visit(OtherField{"traceparent", 11}, Counted{&news.traceparent, &news.num_traceparents, true});
 }
-inline std::array<NumEntries, 9> NumEntriesOf(const News& news) {
+inline std::array<NumEntries, 10> NumEntriesOf(const News& news) {
     return {{
         {"news.num_tokens", news.num_tokens.size()},
         {"news.num_hashes", news.num_hashes.size()},
@@ -128,6 +130,7 @@ inline std::array<NumEntries, 9> NumEntriesOf(const News& news) {
         {"news.max_tokens", news.max_tokens.size()},
         {"news.traceparent", static_cast<size_t>(news.num_traceparents)},
         {"news.hint", news.hint.size()},
+        {"news.waited", news.waited.size()},
     }};
 }
 

@@ -121,7 +121,7 @@ def news_section(rows: Sequence[News]) -> News:
         num_hashes=[row.num_hashes[0] for row in rows],
         hashes=b"".join([row.hashes for row in rows]),
     )
-    for name in ("request_id", "domain", "traceparent", "skip_reading", "max_tokens", "hint"):
+    for name in ("request_id", "domain", "traceparent", "skip_reading", "max_tokens", "hint", "waited"):
         entries = [getattr(row, name) for row in rows]
         if any(entries):
             default = type(next(entry[0] for entry in entries if entry))()

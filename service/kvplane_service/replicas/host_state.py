@@ -9,7 +9,6 @@ from kvplane.base.hashing import HashScheme
 from kvplane_core.face.interface import ReplicaCore
 from kvplane_service.config import Config
 from kvplane_service.decisions.counters import Tally
-from kvplane_service.decisions.ghost import GhostLru, MissCurve
 from kvplane_service.decisions.log import DecisionLog
 from kvplane_service.decisions.packed_log import LogBudget
 from kvplane_service.replicas.applying import Applying
@@ -34,7 +33,6 @@ class HostState:
 
     Attributes:
         has_left: whether the engine life (time of one epoch) has ended and the next one has not begun.
-        ghost: follows the decision log for `miss_curve`.
         steps: applies the steps, and runs long work; other packages must not apply steps with this object.
         mirror: follows an engine that decides itself.
     """
@@ -57,9 +55,8 @@ class HostState:
         self.scheme = HashScheme.of(replica.spec)
         self.events = EventLog(config.events_resume, logs, config.max_subscribers)
         self.decisions = DecisionLog(config.decision_log_steps, logs)
-        self._tally, self.ghost = Tally(name), GhostLru(replica)
+        self._tally = Tally(name)
         self.decisions.follow_later(self._tally.add)
-        self.decisions.follow_later(self.ghost.add)
         self.epoch = FIRST_EPOCH
         self._config, self._clock, self._lease_ns = config, clock, config.lease_ms * _NS_PER_MS
         self._hold = PublicationHold()
@@ -160,11 +157,6 @@ class HostState:
         """Counts of all steps so far; see `Tally`."""
         self.decisions.catch_up()
         return self._tally
-
-    def miss_curve(self) -> MissCurve | None:
-        """Return what LRU pools of other sizes would hit; see `GhostLru.curve`."""
-        self.decisions.catch_up()
-        return self.ghost.curve(self.replica)
 
     def age_ns(self, at_ns: int) -> int:
         """Return the nanoseconds since `at_ns`, a time of the decision log (monotonic clock)."""

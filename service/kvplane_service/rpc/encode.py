@@ -17,7 +17,6 @@ from kvplane_core.face.counters import Residency
 from kvplane_core.face.inspect import Snapshot
 from kvplane_core.face.interface import ReplicaCore
 from kvplane_service.decisions.counters import REFUSALS, REMOVALS
-from kvplane_service.decisions.ghost import MissCurve
 from kvplane_service.decisions.log import Decision
 from kvplane_service.explain.causes import cause_of
 from kvplane_service.explain.history import Change, KeyName
@@ -178,7 +177,6 @@ def encode_description(entry: Entry, report: StoreReport) -> pb.DescribeReplicaR
         store=encode_store(host, report),
         busy_blocks=len(replica.busy_blocks),
         mirror=_encode_mirror(host.mirror) if host.mirror.is_attached else None,
-        miss_curve=encode_curve(host.miss_curve()),
         core=core_status(loader.core_of(replica), loader.reason_of(replica)),
         tiers=encode_tiers(replica),
         tier_jobs=replica.tiers.open_jobs() if replica.spec.tiers else {},
@@ -196,14 +194,6 @@ def encode_description(entry: Entry, report: StoreReport) -> pb.DescribeReplicaR
 def core_status(name: str, reason: str) -> pb.CoreStatus:
     """Return a core's name, and why it is not the compiled one."""
     return pb.CoreStatus(name=name, reason=reason)
-
-
-def encode_curve(curve: MissCurve | None) -> pb.MissCurve | None:
-    """Return what pools of other sizes would hit; None for None."""
-    if curve is None:
-        return None
-    sizes = [pb.SizeHits(blocks=size.blocks, hit_tokens=size.hit_tokens) for size in curve.sizes]
-    return pb.MissCurve(queried_tokens=curve.queried_tokens, sizes=sizes)
 
 
 def _encode_mirror(mirror: Mirror) -> pb.MirrorStatus:

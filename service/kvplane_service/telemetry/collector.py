@@ -20,7 +20,6 @@ from kvplane.base.trace import parse_traceparent
 from kvplane_core.face import loader
 from kvplane_core.face.interface import GroupView
 from kvplane_service.decisions.counters import REFUSALS, REMOVALS, STEP_BOUNDS_NS, Example, StepTimes
-from kvplane_service.decisions.ghost import SIZES
 from kvplane_service.registry import Entry, Registry
 from kvplane_service.replicas.host import ReplicaHost, ReplicaState
 from kvplane_service.runtime.reports import StoreReport, StoreState
@@ -82,14 +81,6 @@ def _hit(host: ReplicaHost) -> Values:
     return _by_kind(host, lambda group: group.adopted * group.block_size)
 
 
-def _curve(host: ReplicaHost) -> Values:
-    curve = host.miss_curve()
-    if curve is None:
-        return []
-    shares = [size.hit_tokens / curve.queried_tokens for size in curve.sizes]
-    return [((str(part / whole),), share) for (part, whole), share in zip(SIZES, shares, strict=True)]
-
-
 def _keys(host: ReplicaHost) -> Values:
     return _by_kind(host, lambda group: host.replica.count_keys_of(group.group))
 
@@ -144,14 +135,6 @@ _FAMILIES = (
         "kvplane_prefix_hit_tokens",
         "Tokens looked up by granted admissions that were hits.",
         lambda host: host.replica.counters.hit_tokens,
-    ),
-    Family(
-        GaugeMetricFamily,
-        "kvplane_lru_hit_ratio",
-        "Estimated share of the tokens looked up that an LRU pool of this many times the blocks would hit; recent "
-        "look-ups count more.",
-        ("pools",),
-        _curve,
     ),
     Family(
         CounterMetricFamily,

@@ -16,7 +16,7 @@ from kvplane.base.hashing import HashScheme
 from kvplane.base.step import AdmitStatus, End, Part, PartResult, RowFlag, StepResult
 from kvplane.scheduling import Limits, Request, Scheduler
 from kvplane_tools.replay.plan import CostModel, EngineConfig
-from kvplane_tools.replay.requests import LiveRequest
+from kvplane_tools.replay.requests import LiveRequest, ReplayedRequest
 from kvplane_tools.replay.summary import Refusal, Tally
 from kvplane_tools.replay.workloads import TraceRequest
 
@@ -84,12 +84,13 @@ class Engine:
         """Whether a request is waiting or running."""
         return bool(self.num_waiting or self.num_running)
 
-    def submit(self, trace: TraceRequest) -> None:
+    def submit(self, request: TraceRequest | ReplayedRequest) -> None:
         """Append a request to the queue. A request that is longer than max_model_len with its output is refused."""
-        request = LiveRequest(trace, self._config.max_output, self._scheme, self.spec.hint_values)
+        if isinstance(request, TraceRequest):
+            request = LiveRequest(request, self._config.max_output, self._scheme, self.spec.hint_values)
         if request.max_tokens > self.spec.max_model_len:
             detail = f"{request.max_tokens} tokens with its output, more than max_model_len, {self.spec.max_model_len}"
-            self.refusals.append(Refusal(trace.name, TOO_LONG, detail))
+            self.refusals.append(Refusal(request.request_id, TOO_LONG, detail))
             return
         self._scheduler.add(request)
 
@@ -113,7 +114,7 @@ class Engine:
         self._session.waiting_requests = self.num_waiting
         self._session.submit(part)
         for request in islice(self._scheduler.waiting, self._config.admit_rows):
-            assert isinstance(request, LiveRequest), "only requests of traces are queued"
+            assert isinstance(request, ReplayedRequest), "only requests of workloads are queued"
             request.hash_prompt()
         (answer,) = self._session.receive().parts
         self.tally.count(part, answer)
@@ -147,7 +148,7 @@ class Engine:
             detail = f"{request.num_tokens} tokens, the pool has {self.spec.num_blocks - 1} blocks"
             self.refusals.append(Refusal(request.request_id, NEVER_FITS, detail))
             return
-        assert isinstance(request, LiveRequest), "only requests of traces are queued"
+        assert isinstance(request, ReplayedRequest), "only requests of workloads are queued"
         self.completed += 1
         self.tally.prompt_tokens += request.num_prompt
         self.tally.generated_tokens += request.num_tokens - request.num_prompt

@@ -10,11 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from typing import TypeAlias
 
 from kvplane_tools.replay.engine import Engine
 from kvplane_tools.replay.plan import NS_PER_SECOND, Routing
+from kvplane_tools.replay.requests import ReplayedRequest
 from kvplane_tools.replay.summary import Tally
 from kvplane_tools.replay.workloads import TraceRequest
+
+Arriving: TypeAlias = TraceRequest | ReplayedRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +47,14 @@ class Fleet:
     `run_step` raises an error of the trace; further calls finish the requests that were read before it.
     """
 
-    def __init__(
-        self, engines: Sequence[Engine], trace: Iterable[TraceRequest], routing: Routing = Routing.STICKY
-    ) -> None:
+    def __init__(self, engines: Sequence[Engine], trace: Iterable[Arriving], routing: Routing = Routing.STICKY) -> None:
         assert engines, "a fleet has an engine"
         self.engines = tuple(engines)
         self.num_read = 0
-        self._trace: Iterator[TraceRequest] = iter(trace)
+        self._trace: Iterator[Arriving] = iter(trace)
         self._routing = routing
         self._turn = 0
-        self._next: TraceRequest | None = None
+        self._next: Arriving | None = None
         self._is_read = False
 
     def run_step(self) -> bool:
@@ -105,13 +107,13 @@ class Fleet:
         busy = [engine for engine in self.engines if engine.has_work]
         return min(busy, key=lambda engine: engine.clock_ns) if busy else None
 
-    def _peek(self) -> TraceRequest | None:
+    def _peek(self) -> Arriving | None:
         if self._next is None and not self._is_read:
             self._next = next(self._trace, None)
             self._is_read = self._next is None
         return self._next
 
-    def _deliver(self, request: TraceRequest) -> None:
+    def _deliver(self, request: Arriving) -> None:
         """Submit the next request to its engine. The clock of an idle engine advances to the request's arrival."""
         self._next = None
         self.num_read += 1
@@ -120,12 +122,12 @@ class Fleet:
             engine.clock_ns = max(engine.clock_ns, _arrival_ns(request))
         engine.submit(request)
 
-    def _route(self, request: TraceRequest) -> int:
+    def _route(self, request: Arriving) -> int:
         if self._routing is Routing.STICKY and request.session:
             return int.from_bytes(sha256(request.session.encode()).digest()[:8], "little") % len(self.engines)
         self._turn += 1
         return (self._turn - 1) % len(self.engines)
 
 
-def _arrival_ns(request: TraceRequest) -> int:
+def _arrival_ns(request: Arriving) -> int:
     return round(request.arrival_s * NS_PER_SECOND)

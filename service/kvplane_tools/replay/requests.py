@@ -1,4 +1,4 @@
-"""The requests of a trace in the form that `kvplane.scheduling` runs."""
+"""The requests of a workload in the form that `kvplane.scheduling` runs."""
 
 from __future__ import annotations
 
@@ -8,39 +8,24 @@ from kvplane.session.rows import FactRow, NewsRow
 from kvplane_tools.replay.workloads import TraceRequest
 
 
-class LiveRequest(Request):
-    """A request of a trace that sends hashes instead of tokens.
-
-    Its prompt is hashed shortly before its admission and never stored as tokens. Generated tokens are hashed when they
-    complete a block.
+class ReplayedRequest(Request):
+    """A request whose outputs are known and that sends hashes instead of tokens.
 
     Attributes:
-        trace: the request in the workload.
         num_prompt: number of prompt tokens.
+        arrival_s, session: as in `TraceRequest`.
     """
 
-    __slots__ = (
-        "_hash_due",
-        "_hasher",
-        "_hint_values",
-        "_num_tokens",
-        "_output",
-        "_prompt_hashes",
-        "_scheme",
-        "num_prompt",
-        "trace",
-    )
+    __slots__ = ("_num_tokens", "arrival_s", "num_prompt", "session")
 
-    def __init__(self, trace: TraceRequest, max_output: int, scheme: HashScheme, hint_values: int = 0) -> None:
-        super().__init__(trace.name, (), min(trace.output_tokens, max_output))
-        self.trace, self._hint_values = trace, hint_values
-        self.num_prompt = self._num_tokens = len(trace.prompt)
-        self._scheme = scheme
-        self._hasher: RequestHasher | None = None
-        self._prompt_hashes = self._output = b""
-        size, lookahead = scheme.block_size, scheme.lookahead
-        # Known tokens at which the next block hash is complete.
-        self._hash_due = (max(0, self.num_prompt - lookahead) // size + 1) * size + lookahead
+    def __init__(self, name: str, arrival_s: float, session: str, num_prompt: int, num_outputs: int) -> None:
+        super().__init__(name, (), num_outputs)
+        self.arrival_s, self.session = arrival_s, session
+        self.num_prompt = self._num_tokens = num_prompt
+
+    def __post_init__(self) -> None:
+        """Keep no token ids, and accept a request that generates no token, which a workload may contain."""
+        self.tokens = []
 
     @property
     def num_tokens(self) -> int:
@@ -49,7 +34,7 @@ class LiveRequest(Request):
 
     @property
     def max_tokens(self) -> int:
-        """The number of tokens of the prompt and of the output that the trace states."""
+        """The number of tokens of the prompt and of the output that the workload states."""
         return self.num_prompt + self.max_new_tokens
 
     @property
@@ -57,9 +42,45 @@ class LiveRequest(Request):
         """Whether the request has its last token."""
         return self._num_tokens >= self.max_tokens
 
-    def __post_init__(self) -> None:
-        """Keep no token ids, and accept a request that generates no token, which a trace may contain."""
-        self.tokens = []
+    def append(self, token: int) -> None:
+        """Append the next token of the stated output, whichever token was sampled."""
+        del token
+        self._num_tokens += 1
+
+    def hash_prompt(self) -> None:
+        """Hash the prompt's full blocks, if they are not hashed yet."""
+
+
+class LiveRequest(ReplayedRequest):
+    """A request of a trace.
+
+    Its prompt is hashed shortly before its admission and never stored as tokens. Generated tokens are hashed when they
+    complete a block.
+
+    Attributes:
+        trace: the request in the workload.
+    """
+
+    __slots__ = (
+        "_hash_due",
+        "_hasher",
+        "_hint_values",
+        "_output",
+        "_prompt_hashes",
+        "_scheme",
+        "trace",
+    )
+
+    def __init__(self, trace: TraceRequest, max_output: int, scheme: HashScheme, hint_values: int = 0) -> None:
+        outputs = min(trace.output_tokens, max_output)
+        super().__init__(trace.name, trace.arrival_s, trace.session, len(trace.prompt), outputs)
+        self.trace, self._hint_values = trace, hint_values
+        self._scheme = scheme
+        self._hasher: RequestHasher | None = None
+        self._prompt_hashes = self._output = b""
+        size, lookahead = scheme.block_size, scheme.lookahead
+        # Known tokens at which the next block hash is complete.
+        self._hash_due = (max(0, self.num_prompt - lookahead) // size + 1) * size + lookahead
 
     def hash_prompt(self) -> None:
         """Hash the prompt's full blocks, if they are not hashed yet."""
@@ -82,9 +103,8 @@ class LiveRequest(Request):
         )
 
     def append(self, token: int) -> None:
-        """Append the next token of the trace's output, whichever token was sampled."""
-        del token
-        self._num_tokens += 1
+        """Append the next token; with the last one the engine knows its hint."""
+        super().append(token)
         if self.is_done and self.trace.hint < self._hint_values:
             self.hint = self.trace.hint
 

@@ -176,6 +176,11 @@ class News:
     the policy HAZARD learns what each is worth. A hint can cost hits, and never causes a wrong one.
     """
 
+    waited: MutableSequence[int] = field(default_factory=list)
+    """u32, default 0: number of steps that the engine sent while the request waited to be announced. It changes no
+    decision: `kvplane mrc` lets the request arrive then in pools of other sizes.
+    """
+
 
 @dataclass(slots=True)
 class Run:
@@ -753,6 +758,7 @@ BY_ROW: dict[type, tuple[str, ...]] = {
         "max_tokens",
         "traceparent",
         "hint",
+        "waited",
     ),
     Run: (
         "extra",

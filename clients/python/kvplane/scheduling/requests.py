@@ -74,6 +74,7 @@ class Request:
         may_hit: whether its next admission may look up cached blocks.
         is_admitted: whether it was admitted, and has not computed a token since.
         is_prefetched: whether a step has prefetched it.
+        arrived: number of steps before it was added to a scheduler.
     """
 
     request_id: str
@@ -94,6 +95,7 @@ class Request:
     may_hit: bool = field(default=True, init=False)
     is_admitted: bool = field(default=False, init=False)
     is_prefetched: bool = field(default=False, init=False)
+    arrived: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         """Raise InvalidArgument if the prompt is empty or `max_new_tokens` is below 1."""

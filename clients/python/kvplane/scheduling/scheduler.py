@@ -23,7 +23,7 @@ from kvplane.base.step import (
     RowFlag,
 )
 from kvplane.scheduling.requests import NO_SLOT, Counts, Limits, Request, Scheduled
-from kvplane.session.rows import AdmitRow, FactRow, PrefetchRow, ResumeRow, Row, RunRow, part_of, resume_of
+from kvplane.session.rows import AdmitRow, FactRow, NewsRow, PrefetchRow, ResumeRow, Row, RunRow, part_of, resume_of
 from kvplane.session.tables import BlockTables
 
 MAX_IDLE_STEPS = 8
@@ -92,6 +92,7 @@ class Scheduler:
                 field="prompt",
                 remedy="shorten the prompt, or lower max_new_tokens",
             )
+        request.arrived = self.counts.steps
         self._waiting.append(request)
 
     def abort(self, request: Request) -> None:
@@ -207,8 +208,7 @@ class Scheduler:
                 if announced > MAX_NEWS_TOKENS:
                     return
                 announced += request.num_tokens
-                self._take_slot(request)
-                yield request.news_row()
+                yield self._announced(request)
             flags = limits.admit_flags if request.may_load else limits.admit_flags & ~RowFlag.LOAD
             most = UNLIMITED if request.may_hit else 0
             yield AdmitRow(
@@ -223,17 +223,19 @@ class Scheduler:
             if request.is_prefetched:
                 continue
             if request.slot == NO_SLOT:
-                self._take_slot(request)
-                yield request.news_row()
+                yield self._announced(request)
             request.is_prefetched = True
             yield PrefetchRow(request.slot)
 
-    def _take_slot(self, request: Request) -> None:
+    def _announced(self, request: Request) -> NewsRow:
+        """Give the request a slot, and return the row that announces it."""
         if not self._free_slots:
             self._free_slots.append(len(self._by_slot))
             self._by_slot.append(None)
         request.slot = self._free_slots.pop()
         self._by_slot[request.slot] = request
+        row, waited = request.news_row(), self.counts.steps - request.arrived
+        return replace(row, waited=waited) if waited else row
 
     # -- its result --------------------------------------------------------------------------------------------------
 

@@ -66,6 +66,7 @@ class NewsRow(Row):
     max_tokens: int = 0
     traceparent: str = ""
     hint: int = 0
+    waited: int = 0
 
 
 @dataclass(frozen=True, slots=True)

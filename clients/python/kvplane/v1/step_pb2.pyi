@@ -126,7 +126,7 @@ class ExtraKeys(_message.Message):
     def __init__(self, lora_name: _Optional[str] = ..., lora_path: _Optional[str] = ..., salt: _Optional[str] = ..., multimodal: _Optional[_Iterable[_Union[MultimodalItem, _Mapping]]] = ..., prompt_embeds: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class News(_message.Message):
-    __slots__ = ("slot", "num_tokens", "tokens", "num_hashes", "hashes", "request_id", "domain", "extra_keys", "skip_reading", "max_tokens", "traceparent", "hint")
+    __slots__ = ("slot", "num_tokens", "tokens", "num_hashes", "hashes", "request_id", "domain", "extra_keys", "skip_reading", "max_tokens", "traceparent", "hint", "waited")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -139,6 +139,7 @@ class News(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     HINT_FIELD_NUMBER: _ClassVar[int]
+    WAITED_FIELD_NUMBER: _ClassVar[int]
     slot: bytes
     num_tokens: bytes
     tokens: bytes
@@ -151,7 +152,8 @@ class News(_message.Message):
     max_tokens: bytes
     traceparent: _containers.RepeatedScalarFieldContainer[str]
     hint: bytes
-    def __init__(self, slot: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., num_hashes: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., request_id: _Optional[_Iterable[str]] = ..., domain: _Optional[_Iterable[str]] = ..., extra_keys: _Optional[_Iterable[_Union[ExtraKeys, _Mapping]]] = ..., skip_reading: _Optional[bytes] = ..., max_tokens: _Optional[bytes] = ..., traceparent: _Optional[_Iterable[str]] = ..., hint: _Optional[bytes] = ...) -> None: ...
+    waited: bytes
+    def __init__(self, slot: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., num_hashes: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., request_id: _Optional[_Iterable[str]] = ..., domain: _Optional[_Iterable[str]] = ..., extra_keys: _Optional[_Iterable[_Union[ExtraKeys, _Mapping]]] = ..., skip_reading: _Optional[bytes] = ..., max_tokens: _Optional[bytes] = ..., traceparent: _Optional[_Iterable[str]] = ..., hint: _Optional[bytes] = ..., waited: _Optional[bytes] = ...) -> None: ...
 
 class Run(_message.Message):
     __slots__ = ("slot", "extra", "cap", "lookahead", "in_flight", "flags", "victims", "on_refusal", "reserved")

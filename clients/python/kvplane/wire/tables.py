@@ -54,6 +54,7 @@ NEWS = Section(
         Column("skip_reading", highest=1),
         Column("max_tokens"),
         Column("hint"),
+        Column("waited"),
     ),
     others=(
         Other("hashes", "hashes", b""),

@@ -24,9 +24,15 @@ from kvplane_tools.cli.options import given
 _RETRY_S = 1.0
 
 
-def record(service: str, request: RecordRequest, path: Path, decisions: int | None) -> int:
-    """Record decisions of a replica until `decisions` decisions are written, the stream of `request` ends, or Ctrl-C is
-    pressed; return how many were written.
+def record(
+    service: str,
+    request: RecordRequest,
+    path: Path,
+    decisions: int | None,
+    until: tuple[int, int] = (1 << 64, 0),
+) -> int:
+    """Record decisions of a replica until `decisions` decisions are written, that of the epoch and step `until` is, the
+    stream of `request` ends, or Ctrl-C is pressed; return how many were written.
 
     Raises:
         AlreadyExists: the file exists.
@@ -44,7 +50,8 @@ def record(service: str, request: RecordRequest, path: Path, decisions: int | No
             write_frame(file, message)
             file.flush()
             count += message.HasField("decision")
-            if count == decisions:
+            step = message.decision.step
+            if count == decisions or max((step.epoch, step.seq), (message.life.epoch, 0)) >= until:
                 break
     return count
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from rich import box
 from rich.table import Table
 
+from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import GroupSpec, ReplicaSpec
 from kvplane_tools.cli.options import FAILED, Shape
 from kvplane_tools.cli.output import columns, text_of
 from kvplane_tools.replay.from_log import Outcome, replay_log
+from kvplane_tools.replay.plan import CostModel
+from kvplane_tools.replay.pools import PoolHits, pool_hits
+from kvplane_tools.replay.recorded import Recorded
 from kvplane_tools.replay.summary import Summary
 
 _NAMED_REFUSALS = 5
@@ -114,34 +118,36 @@ def show_log(path: Path, pool_blocks: int | None, output: Shape) -> int:
     """Replay a recording, print the outcome, and return the exit code: 0 if every decision is identical to the recorded
     one.
 
-    With `pool_blocks` the steps are also replayed in a pool of that size, and printed next to the outcome in the
-    recorded pool.
+    With `pool_blocks` its requests also run in a pool of that size, and are printed next to the outcome in the recorded
+    pool.
     """
-    outcome = replay_log(path, pool_blocks)
-    as_recorded = replay_log(path) if outcome.is_what_if else outcome
-    print(
-        text_of(
-            lambda: {"replayed": asdict(outcome), "as_recorded": asdict(as_recorded)},
-            output,
-            table=lambda: _log_text(outcome, as_recorded),
-        )
-    )
-    return 0 if as_recorded.identical == as_recorded.decisions else FAILED
+    recorded = Recorded(CostModel())
+    outcome = replay_log(path, recorded)
+    other = None
+    if pool_blocks and pool_blocks != outcome.spec.num_blocks:
+        other = pool_hits(replace(outcome.spec, num_blocks=pool_blocks), recorded)
+        if other.error:
+            raise InvalidArgument(other.error, field="--pool-blocks", remedy="give a pool that the replica can have")
+    print(text_of(lambda: _log_plain(outcome, other), output, table=lambda: _log_text(outcome, other)))
+    return 0 if outcome.identical == outcome.decisions else FAILED
 
 
-def _log_text(outcome: Outcome, as_recorded: Outcome) -> str:
-    head = f"{as_recorded.replica}, recorded by kvplane {as_recorded.version}: "
-    head += f"{as_recorded.identical:,} of {as_recorded.decisions:,} decisions identical"
-    if as_recorded.first_difference:
-        head += f"; the first difference is in step {as_recorded.first_difference}"
+def _log_plain(outcome: Outcome, other: PoolHits | None) -> dict[str, object]:
+    known = {field.name: getattr(outcome, field.name) for field in fields(outcome) if field.name != "spec"}
+    as_recorded = {"num_blocks": outcome.spec.num_blocks, **known}
+    return {"as_recorded": as_recorded, **({"other_pool": asdict(other)} if other else {})}
+
+
+def _log_text(outcome: Outcome, other: PoolHits | None) -> str:
+    head = f"{outcome.replica}, recorded by kvplane {outcome.version}: "
+    head += f"{outcome.identical:,} of {outcome.decisions:,} decisions identical"
+    if outcome.first_difference:
+        head += f"; the first difference is in step {outcome.first_difference}"
     if outcome.is_cut:
         head += "; the file is cut off inside the next decision"
-    if not outcome.is_what_if:
-        rows = [("", f"{outcome.num_blocks:,} BLOCKS")]
-        rows += [(name.replace("_", " "), f"{count:,}") for name, count in outcome.counts.items()]
-        return f"{head}\n{columns(rows)}"
-    table = [("", f"{outcome.recorded_blocks:,} BLOCKS", f"{outcome.num_blocks:,} BLOCKS")]
-    for name, count in outcome.counts.items():
-        table.append((name.replace("_", " "), f"{as_recorded.counts[name]:,}", f"{count:,}"))
-    table.append(("steps not applied", "0", f"{outcome.not_applied:,}"))
+    pools = [(outcome.spec.num_blocks, outcome.counts)]
+    if other is not None:
+        pools.append((other.num_blocks, {**other.counts, "never_fits": other.never_fits}))
+    table = [("", *(f"{num_blocks:,} BLOCKS" for num_blocks, _ in pools))]
+    table += [(name.replace("_", " "), *(f"{counts[name]:,}" for _, counts in pools)) for name in outcome.counts]
     return f"{head}\n{columns(table)}"
