@@ -184,7 +184,7 @@ class Registry:
             raise AlreadyExists(
                 f"{name} is registered with {_difference(entry.registration, registration)}",
                 field="replica",
-                remedy="choose another name, or deregister it first",
+                remedy=f"choose another name, or remove it first: DeregisterReplica, `kvplane deregister {name}`",
             )
         return entry
 

@@ -54,8 +54,9 @@ def test_a_registration_with_the_classes_of_look_ups_that_were_derived_is_equal(
     assert entry.registration.spec == unset.spec
     with pytest.raises(AlreadyExists, match="other groups"):
         registry.register("a", Registration(replace(spec_of(), groups=(FULL, replace(window, window=10)))))
-    with pytest.raises(AlreadyExists, match="num_blocks 21"):
+    with pytest.raises(AlreadyExists, match="num_blocks 21") as refused:
         registry.register("a", Registration(replace(stated.spec, num_blocks=22)))
+    assert "`kvplane deregister a`" in refused.value.remedy
 
 
 @pytest.mark.parametrize(
