@@ -31,6 +31,12 @@ class StoreReadOnly(FailedPrecondition):
     reason = "STORE_READ_ONLY"
 
 
+class StoreInUse(FailedPrecondition):
+    """Another process has the store, which is for one process."""
+
+    reason = "STORE_IN_USE"
+
+
 class StoreFull(FailedPrecondition):
     """The disk is full, or the server has reached its memory limit."""
 
@@ -65,7 +71,16 @@ class LogSuperseded(FailedPrecondition):
         self.number = number
 
 
-STORE_ERRORS = (StoreNewer, StoreForeign, StoreDenied, StoreReadOnly, StoreFull, StoreDamaged, StoreUnavailable)
+STORE_ERRORS = (
+    StoreNewer,
+    StoreForeign,
+    StoreDenied,
+    StoreReadOnly,
+    StoreInUse,
+    StoreFull,
+    StoreDamaged,
+    StoreUnavailable,
+)
 
 
 class Refusal(Enum):

@@ -9,13 +9,14 @@ damaged file is kept under another name; what can be read of it is copied to the
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import sqlite3
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from kvplane_service.store.errors import (
     StoreDamaged,
     StoreForeign,
     StoreFull,
+    StoreInUse,
     StoreNewer,
     StoreReadOnly,
     StoreUnavailable,
@@ -83,12 +85,14 @@ class SqliteStore:
         Raises:
             StoreForeign, StoreNewer: another program, or a newer kvplane, wrote the file.
             StoreReadOnly: the file or its directory cannot be written.
+            StoreInUse: another process writes the file.
             NotFound: `read_only` is set and the file does not exist.
         """
         self._path = path
         self._busy_timeout_s = busy_timeout_s
         self._read_only = read_only
         self._lock = threading.Lock()
+        self._held = ExitStack()  # the lock of the file
         self._connection = sqlite3.connect(":memory:", check_same_thread=False)
         with self._named_errors():
             has_header = not path.exists() or _check_file(path)
@@ -96,6 +100,7 @@ class SqliteStore:
                 self._connection = _open_to_read(path, busy_timeout_s)
                 return
             _check_writable(path)
+            self._held.enter_context(_only_writer(path))
             try:
                 if not has_header:
                     raise _Damage("the header of the file is damaged")
@@ -234,6 +239,7 @@ class SqliteStore:
         """Close connections and files (see IndexStore.close)."""
         with self._lock:
             self._connection.close()
+            self._held.close()
 
     def _number(self, log: LogName) -> int:
         row = self._connection.execute("SELECT id FROM log WHERE name = ?", (str(log),)).fetchone()
@@ -356,9 +362,32 @@ def _check_writable(path: Path) -> None:
     """Raise StoreReadOnly if the file or its directory cannot be written. SQLite would open such a file, and fail at
     the first write.
     """
+    if not path.parent.is_dir():
+        raise StoreReadOnly(f"the directory {path.parent} does not exist", field="store", remedy="make it")
     for place in (path, path.parent):
         if place.exists() and not os.access(place, os.W_OK):
             raise StoreReadOnly(f"{place} is read-only", field="store", remedy=_MAKE_WRITABLE)
+
+
+@contextmanager
+def _only_writer(path: Path) -> Iterator[None]:
+    """Keep other processes from the file, which is private to this user from its creation on. The lock is on a file of
+    its own: SQLite has locks on the other, and a damaged one is renamed. It ends with the process, however that ends.
+    """
+    os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+    with open(os.open(f"{path}.lock", os.O_CREAT | os.O_RDWR, 0o600), "r+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StoreInUse(
+                f"process {file.read(20).decode(errors='replace') or 'of another machine'} writes {path}",
+                field="store",
+                remedy="stop it, or name another file; services that share a store need Redis",
+            ) from None
+        file.truncate(0)
+        file.write(str(os.getpid()).encode())
+        file.flush()
+        yield
 
 
 def _is_damage(error: Exception) -> bool:
