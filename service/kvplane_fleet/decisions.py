@@ -40,6 +40,7 @@ DELAY_WEIGHT = 2.0
 EXPECTED_S = 2.0  # for which a prompt's entries are expected, or twice the predicted time to its first token
 PUBLISHED_S = 1.0  # after the first token, within which the engine has published them
 OWNERS_SHARE = 2  # one owner may book one part in this number of `max_decisions`
+RELEARNED_S = 600.0  # least time between two: a caller that reports what is not so costs a place no more
 DOUBTS, DOUBTED_S = 3, 60.0  # unexplained differences within a time, after which a cache is learned again
 TIER_WEIGHT = 0.8  # of a token in host memory or on disk, in the policy `weights`, as llm-d has it
 SHARED_MEMORY = 0.02  # weight of a prompt in the mean of what recent prompts share
@@ -132,6 +133,7 @@ class Decisions:
         self._due: list[tuple[float, str]] = []  # a heap of these times, and of some that have changed since
         self._shared = 0.5  # part of recent prompts that some group of some place had: how probably a later one shares
         self._doubts: dict[str, deque[float]] = {}
+        self._relearned: dict[str, float] = {}  # when a place was last learned again
         self.booked: Callable[[str, Ask], None] = _no_one_listens  # takes each place with the prompt sent there
         self.work: dict[str, Work] = {}
 
@@ -306,9 +308,13 @@ class Decisions:
     def _doubt(self, place: str, followed: Followed) -> None:
         """Learn an engine's cache again if its hits contradict its events repeatedly."""
         doubts = self._doubts.setdefault(place, deque(maxlen=DOUBTS))
-        doubts.append(self._clock())
+        now_s = self._clock()
+        doubts.append(now_s)
+        if now_s - self._relearned.get(place, -math.inf) < RELEARNED_S:
+            return
         if len(doubts) == DOUBTS and doubts[-1] - doubts[0] <= DOUBTED_S:
             doubts.clear()
+            self._relearned[place] = now_s
             _log.warning("the hits of %s contradict its events: its cache is learned again", place)
             followed.source.learn_again()
 

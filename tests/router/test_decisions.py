@@ -231,6 +231,15 @@ def test_a_place_whose_hits_contradict_its_events_three_times_in_a_minute_is_lea
     assert place.faults.counts[Fault.HITS_CONTRADICT] == 1
 
 
+def test_a_caller_that_reports_false_hits_costs_a_place_no_more_than_one_learning_in_ten_minutes():
+    scene = Scene("a")
+    followed, place = scene.fleet.followed["a"], scene.place("a")
+    for _ in range(100):
+        scene.clock.now_s += 10
+        scene.decisions._doubt("a", followed)
+    assert place.faults.counts[Fault.HITS_CONTRADICT] == 2
+
+
 def test_regret_is_the_time_by_which_the_best_other_place_was_predicted_earlier():
     scene, prompt = Scene("a", "b"), tokens(1, 10)
     decision = scene.score(prompt, book=True)

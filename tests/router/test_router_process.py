@@ -9,6 +9,7 @@ import subprocess
 import sys
 import urllib.request
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 from typing import cast
 
@@ -236,11 +237,40 @@ def test_an_owner_sees_its_own_places(tmp_path):
             report = pb.ReportRequest(decision_id=stub.Score(booked).decision_id, stage=pb.REPORT_STAGE_ENDED)
         with router.stub(Access(token=other)) as channel:
             stub = routing_pb2_grpc.RoutingStub(channel)
-            assert refusal(stub.Report, report).reason == "NOT_FOUND"
+            assert refusal(stub.Report, report).reason == "PERMISSION_DENIED"
             assert refusal(lambda one, timeout: list(stub.WatchIndex(one, timeout=timeout)),
                            pb.WatchIndexRequest()).reason == "PERMISSION_DENIED"  # fmt: skip
     finally:
         router.close()
+
+
+def test_reports_need_their_scope_their_owner_and_what_can_have_happened(tmp_path):
+    tokens = {name: new_token() for name in ("first", "second", "reader", "operator")}
+    (tmp_path / "owners").write_text(
+        "first: {replicas: [a]}\nsecond: {replicas: ['x/*']}\nreader: {scopes: [read], replicas: [b]}\n"
+        "operator: {scopes: [report], every_replica: true}\n"
+    )
+    (tmp_path / "tokens").write_text("".join(f"{line_of(token, name)}\n" for name, token in tokens.items()))
+    files = (f"auth_owners={tmp_path / 'owners'}", f"auth_tokens={tmp_path / 'tokens'}")
+    router = RouterProcess(tmp_path, *(word for one in files for word in ("--set", one)))
+    booked = pb.ScoreRequest(model="m", prompt=pb.Prompt(token_ids=prompt_of(1)), book=True)
+    ended = pb.ReportRequest(stage=pb.REPORT_STAGE_ENDED)
+    with ExitStack() as stack:
+        stack.callback(router.close)
+        stubs = {
+            name: routing_pb2_grpc.RoutingStub(stack.enter_context(router.stub(Access(token=token))))
+            for name, token in tokens.items()
+        }
+        ended.decision_id = stubs["reader"].Score(booked).decision_id
+        assert refusal(stubs["reader"].Report, ended).reason == "PERMISSION_DENIED"
+        ended.decision_id = stubs["first"].Score(booked).decision_id
+        assert refusal(stubs["second"].Report, ended).reason == "NOT_FOUND"
+        ended.elapsed_s = 3600
+        error = refusal(stubs["first"].Report, ended)
+        assert (error.reason, error.field) == ("INVALID_ARGUMENT", "elapsed_s")
+        ended.ClearField("elapsed_s")
+        stubs["operator"].Report(ended)
+        assert refusal(stubs["first"].Report, ended).reason == "NOT_FOUND", "it has ended"
 
 
 @pytest.mark.parametrize(

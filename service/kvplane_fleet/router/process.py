@@ -34,13 +34,13 @@ from kvplane_service.telemetry.http import MetricsServer
 
 ROUTING = routing_pb2.DESCRIPTOR.services_by_name["Routing"]
 FRONT_ENDS = front_ends_pb2.DESCRIPTOR.services_by_name
-_READ = Rule(Scope.READ)
+_READ, _REPORT = Rule(Scope.READ), Rule(Scope.REPORT)
 RULES = {
     **HEALTH,
     **service_rules(
-        "Routing", Score=_READ, ScoreStream=_READ, Report=_READ, ListPlaces=_READ, WatchIndex=Rule(Scope.EVENTS)
+        "Routing", Score=_READ, ScoreStream=_READ, Report=_REPORT, ListPlaces=_READ, WatchIndex=Rule(Scope.EVENTS)
     ),
-    f"{picker.NAME}/Process": _READ,
+    f"{picker.NAME}/Process": _REPORT,  # it reports what it sees of the answers
     f"{pod_scores.NAME}/GetPodScores": _READ,
 }
 # The keys of `kvplane config` that a router reads.

@@ -14,6 +14,7 @@ from kvplane_fleet.decisions import Ask, Decision, Decisions, Event, Keys
 from kvplane_fleet.fleet import Fleet
 from kvplane_fleet.router import messages
 from kvplane_fleet.router.watching import Watching
+from kvplane_fleet.work import Booking
 from kvplane_service.auth.gate import CALL
 from kvplane_service.rpc.methods import Context, next_message
 from kvplane_service.rpc.prices import price_of
@@ -21,6 +22,7 @@ from kvplane_service.runtime.executors import Executor
 
 INLINE_TOKENS = 8192  # of a prompt that is hashed on the event loop
 MAX_ELAPSED_S = 86_400.0
+CLOCKS_DIFFER_S = 1.0  # more than the age of a decision by the clock of this router
 
 
 class RoutingServicer:
@@ -58,7 +60,7 @@ class RoutingServicer:
         """See routing.proto."""
         decisions = self._decisions
         booking = decisions.booking(request.decision_id)
-        self._check_visible(booking.place, request.decision_id)
+        self._check_own(booking, request.decision_id)
         stages = {
             pb.REPORT_STAGE_STARTED: decisions.started,
             pb.REPORT_STAGE_FIRST_TOKEN: decisions.first_token,
@@ -143,10 +145,18 @@ class RoutingServicer:
         if not 0 <= request.elapsed_s <= MAX_ELAPSED_S:
             remedy = "send the seconds since the decision, or leave it out"
             raise InvalidArgument(f"it is {request.elapsed_s}", field="elapsed_s", remedy=remedy)
+        age_s = self._clock() - booked_s
+        if request.elapsed_s > age_s + CLOCKS_DIFFER_S:
+            what, remedy = (
+                f"it is {request.elapsed_s:.3f}, and the decision is {age_s:.3f} s old",
+                "send what has happened",
+            )
+            raise InvalidArgument(what, field="elapsed_s", remedy=remedy)
         return booked_s + request.elapsed_s
 
-    def _check_visible(self, place: str, decision: str) -> None:
-        if not is_visible(place):
+    def _check_own(self, booking: Booking, decision: str) -> None:
+        owner = CALL.get().owner
+        if not (owner.every_replica or (is_visible(booking.place) and booking.owner == owner.name)):
             raise NotFound(f"there is no open decision {decision[:140]!r}", field="decision_id")
 
 

@@ -15,6 +15,7 @@ class Scope(Enum):
     ALLOCATE = "allocate"  # an engine: register, open sessions, allocate
     READ = "read"  # look at replicas, ask for hits and explanations
     EVENTS = "events"  # follow what replicas publish
+    REPORT = "report"  # report to a router how prompts went, which changes later decisions
     WORKER = "worker"  # hold the pages of a rank
     ADMIN = "admin"  # an operator: whole state, every decision, drain
 

@@ -74,7 +74,7 @@ def test_invalid_owners_files_are_refused_by_field(tmp_path, what):
 
 def test_default_owner_may_use_replicas_under_its_name():
     owner = Owner(name="acme")
-    assert {scope.value for scope in owner.scopes} == {"allocate", "read", "events", "worker"}
+    assert {scope.value for scope in owner.scopes} == {"allocate", "read", "events", "report", "worker"}
     assert owner.may_name("acme/r")
     assert not owner.may_name("r")
     assert owner.may_use_domain("")
