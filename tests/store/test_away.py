@@ -12,6 +12,7 @@ from kvplane_service.runtime.reports import StoreReport, StoreState
 from kvplane_service.store.journal import Lag
 from kvplane_service.store.writer import Limits, Runtime, StoreWriter, Watch
 from tests.core.builders import full
+from tests.core.compared import specification
 from tests.store import servers
 from tests.store.contract import opened, run
 from tests.store.test_journal import Journaled
@@ -77,7 +78,7 @@ class Hours:
 
 
 def test_an_hour_without_redis_loses_no_change(tmp_path):
-    with servers.serving(tmp_path) as server:
+    with servers.serving(tmp_path) as server, specification():  # comparing images of this size takes most of the time
         hours = Hours(server)
         hours.go_on(10**9)
         assert hours.reports[-1].state is StoreState.OK
