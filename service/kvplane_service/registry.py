@@ -18,6 +18,7 @@ from kvplane_service.config import Config
 from kvplane_service.decisions.packed_log import LogBudget
 from kvplane_service.replicas.engine_lives import Clock
 from kvplane_service.replicas.host import ReplicaHost, new_replica
+from kvplane_service.replicas.recent import Recent
 from kvplane_service.replicas.workers import WorkerRoster
 from kvplane_service.runtime.executors import Executor, Offload
 from kvplane_service.unary.hashing import ContentHasher
@@ -73,6 +74,7 @@ class Entry:
         unary: applies unary calls through the host.
         workers: the workers of the ranks.
         offload: thread for long steps and calls, which all replicas share.
+        recent: samples of the last hour.
     """
 
     registration: Registration
@@ -80,6 +82,7 @@ class Entry:
     unary: UnaryCalls
     workers: WorkerRoster
     offload: Offload
+    recent: Recent = field(default_factory=Recent)
 
     def extend_leases(self, late_ns: int) -> None:
         """Extend every lease of the replica by `late_ns` nanoseconds, in which the process could not

@@ -215,6 +215,32 @@ def test_group_counters_count_blocks_per_group():
     assert engine.replica.group_counters()[0].evicted_blocks == 1
 
 
+def test_block_map_counts_every_block_by_group_state_and_cell():
+    engine = Engine(full(), num_blocks=9)
+    assert engine.replica.block_map(9) == [[0] * 9] * 3
+    engine.serve(0, "aaaabbbb")
+    engine.admit(1, "aaaabbbbc")
+    held, cached, other = engine.replica.block_map(9)
+    assert (sum(held), sum(cached), sum(other)) == (3, 0, 0)
+    assert max(held) == 1, "a block that is in two tables is one block"
+    engine.end(1)
+    held, cached, other = engine.replica.block_map(9)
+    assert (sum(held), sum(cached), sum(other)) == (0, 2, 0)
+    for cells in range(1, 10):
+        coarse = engine.replica.block_map(cells)
+        fine = engine.replica.block_map(9)
+        for few, many in zip(coarse, fine, strict=True):
+            assert few == [sum(many[at] for at in range(9) if at * cells // 9 == cell) for cell in range(cells)]
+
+
+def test_block_map_has_the_blocks_that_a_load_of_an_earlier_epoch_holds():
+    engine = Engine(full(), num_blocks=9)
+    engine.replica.begin_epoch(2, busy=[3, 4])
+    held, cached, other = engine.replica.block_map(9)
+    assert (held, cached) == ([0] * 9, [0] * 9)
+    assert other == [0, 0, 0, 1, 1, 0, 0, 0, 0]
+
+
 def test_common_prefix_counts_blocks_shared_by_all_running_requests():
     """For cascade attention, which computes a common prefix once."""
     engine = Engine(full())

@@ -265,6 +265,8 @@ class Program:
             _equal(name, getattr(first, name), getattr(second, name))
         for name in ("count_keys", "group_counters", "common_prefix_blocks"):
             _equal(name, getattr(first, name)(), getattr(second, name)())
+        cells = 1 + source.below(first.spec.num_blocks)
+        _equal("block_map", first.block_map(cells), second.block_map(cells))
         _equal("entries", _entries(first), _entries(second))
         _equal("stored_events", _keys(first), _keys(second))
         _equal("tiers", slots_of(first), slots_of(second))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import http.client
 import json
 import re
 import socket
-from contextlib import ExitStack, suppress
+from array import array
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +20,10 @@ from kvplane import AdmitRow, Content, FactRow, NewsRow, connect, part_of
 from kvplane.base.requests import Allocate
 from kvplane.base.step import End
 from kvplane.v1 import allocation_pb2 as pb
+from kvplane_service.auth.gate import Call
 from kvplane_service.config import Config
-from kvplane_service.rpc import status_page
+from kvplane_service.replicas import recent
+from kvplane_service.rpc import prices, status_page
 from kvplane_service.telemetry import http as metrics_http
 from tests.service.auth.test_audit import lines_of
 from tests.service.browser import Browser, browsing
@@ -59,7 +65,12 @@ def service():
 
 
 def test_files_have_a_policy_without_inline_scripts(service):
-    for path, kind in (("/", "text/html"), ("/page.js", "text/javascript"), ("/page.css", "text/css")):
+    for path, kind in (
+        ("/", "text/html"),
+        ("/page.js", "text/javascript"),
+        ("/draw.js", "text/javascript"),
+        ("/page.css", "text/css"),
+    ):
         status, headers, body = send(service.app.metrics_address, path)
         assert status == 200
         assert headers["Content-Type"] == f"{kind}; charset=utf-8"
@@ -70,7 +81,7 @@ def test_files_have_a_policy_without_inline_scripts(service):
         assert headers["X-Content-Type-Options"] == "nosniff"
         assert headers["Cache-Control"] == "no-store"
         assert len(body) > 1000
-    script = (PAGE / "page.js").read_text()
+    script = (PAGE / "page.js").read_text() + (PAGE / "draw.js").read_text()
     for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "localStorage", "location."):
         assert way not in script
     assert not re.search(r"<[^>]*\s(on\w+|style)=", (PAGE / "index.html").read_text())
@@ -221,7 +232,7 @@ def busy(service):
 @pytest.mark.parametrize("dark", [False, True])
 def test_page_shows_fleet_pool_requests_and_causes(browser, busy, pictures, dark):
     browser.open(f"http://{busy.app.metrics_address}/", dark=dark)
-    browser.wait(lambda: names(browser) == ["idle", "r"])
+    browser.wait(lambda: names(browser) == ["r", "idle"])
     assert "serving for" in browser.text("#service")
     browser.value("document.querySelector('button[data-replica=r]').click()")
     browser.wait(lambda: browser.text("#detail-title") == "r")
@@ -251,7 +262,7 @@ def test_page_shows_fleet_pool_requests_and_causes(browser, busy, pictures, dark
 
 def test_page_is_usable_by_keyboard(browser, busy):
     browser.open(f"http://{busy.app.metrics_address}/")
-    browser.wait(lambda: names(browser) == ["idle", "r"])
+    browser.wait(lambda: names(browser) == ["r", "idle"])
     browser.press("/")
     assert browser.value("document.activeElement.id") == "filter"
     browser.type("live")
@@ -272,13 +283,200 @@ def test_page_is_usable_by_keyboard(browser, busy):
 
 def test_fleet_is_sorted_by_column(browser, busy):
     browser.open(f"http://{busy.app.metrics_address}/")
-    browser.wait(lambda: names(browser) == ["idle", "r"])
-    held = "document.querySelectorAll('#fleet th button')[3].click()"
+    browser.wait(lambda: names(browser) == ["r", "idle"])
+    held = "document.querySelectorAll('#fleet th button')[7].click()"
     browser.value(held)
     by_held = names(browser)
     browser.value(held)
     assert names(browser) == by_held[::-1]
-    assert browser.value("document.querySelectorAll('#fleet th')[3].ariaSort") == "ascending"
+    assert browser.value("document.querySelectorAll('#fleet th')[7].ariaSort") == "ascending"
+
+
+# ---- the picture of the pool, and the last hour
+
+
+def words(text: str) -> list[int]:
+    return array("I", base64.b64decode(text)).tolist()
+
+
+def test_the_map_has_every_block_that_is_held_or_cached(busy):
+    address = busy.app.metrics_address
+    for cells in (1, 7, 4096):
+        _, answer = api(address, "Allocation/DescribeReplica", {"replica": "r", "map_cells": cells})
+        found, groups = answer["pool_map"], answer["counters"]["groups"]
+        assert found["cells"] == min(cells, answer["spec"]["num_blocks"])
+        held = [sum(words(group["held"])) for group in found["groups"]]
+        assert held == [int(group["used_blocks"]) for group in groups]
+        both = sum(held) + sum(sum(words(group["cached"])) for group in found["groups"]) + sum(words(found["other"]))
+        assert both <= answer["spec"]["num_blocks"] - 1
+    _, answer = api(address, "Allocation/DescribeReplica", {"replica": "r"})
+    assert (answer.get("pool_map"), answer.get("history")) == (None, None)
+    status, answer = api(address, "Allocation/DescribeReplica", {"replica": "r", "map_cells": 4097})
+    assert (status, answer["field"]) == (400, "map_cells")
+
+
+def test_the_map_of_many_blocks_and_groups_is_bounded():
+    groups = [SPEC.groups[0]] * 40
+    spec = type(SPEC)()
+    spec.CopyFrom(SPEC)
+    del spec.groups[:]
+    spec.groups.extend(groups)
+    spec.num_blocks = 1_000_000
+    with running(Config(**LOCAL)) as service:
+        service.allocation.RegisterReplica(pb.RegisterReplicaRequest(replica="large", spec=spec))
+        answer = service.allocation.DescribeReplica(pb.DescribeReplicaRequest(replica="large", map_cells=4096))
+        assert answer.pool_map.cells == (1 << 16) // 81
+        assert answer.ByteSize() < 400_000
+
+
+def test_a_map_counts_the_blocks_of_the_pool(tmp_path):
+    with guarded(tmp_path, metrics_listen="127.0.0.1:0") as world:
+        world.acme.register("acme/r")
+        body, owner = {"replica": "acme/r", "map_cells": 9}, {"Authorization": "Bearer token-acme"}
+        with charges(prices.BLOCK_BYTES * SPEC.num_blocks) as counted:
+            assert api(world.service.app.metrics_address, "Allocation/DescribeReplica", body, **owner)[0] == 200
+        assert counted
+        with charges(prices.BLOCK_BYTES * SPEC.num_blocks) as counted:
+            assert (
+                api(world.service.app.metrics_address, "Allocation/DescribeReplica", {"replica": "acme/r"}, **owner)[0]
+                == 200
+            )
+        assert not counted
+
+
+@contextmanager
+def charges(num_bytes: int) -> Iterator[list[int]]:
+    """Collects the counts of exactly this number of bytes."""
+    found: list[int] = []
+    before = Call.count
+
+    def count(call: Call, counted: int) -> None:
+        found.extend([counted] * (counted == num_bytes))
+        before(call, counted)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Call, "count", count)
+        yield found
+
+
+def test_samples_are_bounded_and_show_what_is_unknown(service):
+    host, taken = service.app.registry.get("idle").host, recent.Recent()
+    for at in range(recent.MAX_SAMPLES + 5):
+        taken.note(host, 1 + at * recent.INTERVAL_MS * 1_000_000)
+    assert {len(column) for column in taken.columns} == {recent.MAX_SAMPLES}
+    assert set(taken.waiting) == set(taken.hit) == {recent.UNKNOWN}
+    assert set(taken.steps_per_s) == {0.0}
+
+
+def test_samples_of_every_replica_are_taken_and_none_is_kept_alive():
+    async def run() -> list[float]:
+        pauses: list[float] = []
+
+        async def sleep(seconds: float) -> None:
+            pauses.append(seconds)
+            if len(pauses) > 5:
+                raise asyncio.CancelledError
+
+        with suppress(asyncio.CancelledError):
+            await recent.sample_in_background(lambda: iter([]), lambda: 1, sleep)
+        return pauses
+
+    assert asyncio.run(run()) == [recent.INTERVAL_MS / 1000] * 6
+
+
+# ---- the page, further
+
+
+def test_live_replicas_are_first_with_hits_and_requests(browser, busy):
+    browser.open(f"http://{busy.app.metrics_address}/")
+    browser.wait(lambda: names(browser) == ["r", "idle"])
+    row = browser.value("[...document.querySelectorAll('#fleet tbody tr')[0].cells].map(one => one.innerText)")
+    assert row[1:5] == ["live", "23 %", "1", "-"]
+
+
+def test_the_address_has_the_selection_and_goes_back(browser, busy):
+    address = f"http://{busy.app.metrics_address}/"
+    browser.open(f"{address}#replica=r&filter=l&sort=held&order=descending")
+    browser.wait(lambda: browser.text("#detail-title") == "r")
+    assert browser.value("document.querySelector('#filter').value") == "l"
+    assert browser.value("document.querySelectorAll('#fleet th')[7].ariaSort") == "descending"
+    browser.value("document.querySelector('button[data-replica=idle]').click()")
+    browser.wait(lambda: browser.text("#detail-title") == "idle")
+    assert "replica=idle" in browser.value("location.hash")
+    browser.value("history.back()")
+    browser.wait(lambda: browser.text("#detail-title") == "r")
+    browser.value("document.querySelector('#close').click()")
+    browser.wait(lambda: browser.value("document.querySelector('#detail').hidden"))
+    assert "replica" not in browser.value("location.hash")
+
+
+def test_an_error_of_explain_stays_until_the_next_question(browser, busy):
+    browser.open(f"http://{busy.app.metrics_address}/#replica=r")
+    browser.wait(lambda: browser.text("#detail-title") == "r")
+    browser.value("document.querySelector('#prompt').value = 'no such request'")
+    browser.value("document.querySelector('#explain button').click()")
+    browser.wait(lambda: "no such request" in browser.text("#explain-problem"))
+    refreshes = browser.value("state.refreshes")
+    browser.wait(lambda: browser.value("state.refreshes") > refreshes + 1)
+    assert "no such request" in browser.text("#explain-problem")
+    place = "(one => [one.top, one.bottom])(document.querySelector('#explain-problem').getBoundingClientRect())"
+    top, bottom = browser.value(place)
+    assert 0 <= top < bottom <= browser.value("innerHeight") + 1, (top, bottom)
+    browser.value("document.querySelector('#prompt').value = '1 2 3'")
+    browser.value("document.querySelector('#explain button').click()")
+    browser.wait(lambda: "Cause: " in browser.text("#explanation"))
+    assert browser.value("document.querySelector('#explain-problem').hidden")
+
+
+def test_a_replica_that_does_not_exist_is_a_problem_that_stays(browser, busy):
+    browser.open(f"http://{busy.app.metrics_address}/#replica=gone")
+    browser.wait(lambda: "gone" in browser.text("#problem"))
+    refreshes = browser.value("state.refreshes")
+    browser.wait(lambda: browser.value("state.refreshes") > refreshes)
+    assert "gone" in browser.text("#problem")
+    assert names(browser) == ["r", "idle"], "the list continues"
+    browser.value("document.querySelector('button[data-replica=r]').click()")
+    browser.wait(lambda: browser.value("document.querySelector('#problem').hidden"))
+
+
+def test_busy_is_shown_while_the_service_is_asked(browser, busy):
+    browser.open(f"http://{busy.app.metrics_address}/")
+    browser.wait(lambda: names(browser))
+    browser.value("window.fetch = () => new Promise(() => 0)")
+    browser.value("void tick()")
+    browser.wait(lambda: browser.text("#busy") == "reading")
+    assert browser.value("document.body.getAttribute('aria-busy')") == "true"
+
+
+def test_plots_and_the_map_are_drawn(browser, busy):
+    entry = busy.app.registry.get("r")
+    for at in range(1, 4):
+        entry.recent.note(entry.host, at * 10**10)
+    browser.open(f"http://{busy.app.metrics_address}/#replica=r")
+    browser.wait(lambda: browser.text("#detail-title") == "r" and browser.text("#map-legend"))
+    assert browser.value("document.querySelectorAll('#plots svg path').length") == 5
+    assert "Held: now" in browser.value("document.querySelector('#plots svg').getAttribute('aria-label')")
+    label = browser.value("document.querySelector('#map').getAttribute('aria-label')")
+    assert label.startswith("41 blocks, one in a cell: ")
+    assert "group 0 (full attention), held" in label
+    map_of = "(one => one.getContext('2d').getImageData(0, 0, one.width, one.height))(document.querySelector('#map'))"
+    pixels = f"Array.from(new Uint32Array({map_of}.data.buffer))"
+    colors = browser.value(f"new Set({pixels}).size")
+    assert colors >= 3
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [320, 500, 900, 1400])
+def test_no_width_cuts_a_column(browser, busy, pictures, width, dark):
+    browser.open(f"http://{busy.app.metrics_address}/#replica=r", dark=dark, size=(width, 900))
+    browser.wait(lambda: browser.text("#detail-title") == "r" and browser.text("#map-legend"))
+    wide = browser.value(
+        "[document.documentElement, ...document.querySelectorAll('.scroll, section, figure, dd, canvas')]"
+        ".filter(one => one.scrollWidth > one.clientWidth + 1 || one.getBoundingClientRect().right > innerWidth + 1)"
+        ".map(one => one.id || one.className || one.tagName)"
+    )
+    assert wide == []
+    assert len(browser.picture(pictures / f"{width}-{dark}.png")) > 10_000
 
 
 def test_page_asks_for_a_token_and_keeps_it_out_of_addresses(browser, tmp_path, pictures):

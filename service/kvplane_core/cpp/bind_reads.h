@@ -260,6 +260,38 @@ inline PyObject* Counts(PyObject*, PyObject* arguments) {
     });
 }
 
+// block_map(core, cells) -> per group the held and the cached blocks of each cell, then the other blocks in use; block
+// b is in cell b * cells / num_blocks
+inline PyObject* BlockMap(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        const Replica& replica = AnyCoreOf(At(arguments, 0)).replica;
+        const Int cells = Number(At(arguments, 1));
+        const BlockPool& pool = replica.blocks.pool;
+        Require(cells > 0 && cells <= pool.num_blocks, "as many cells as blocks at most");
+        const size_t groups = replica.blocks.managers.size();
+        std::vector<Column> map(2 * groups + 1, Column(static_cast<size_t>(cells), 0));
+        std::vector<uint8_t> group_of(static_cast<size_t>(pool.num_blocks), static_cast<uint8_t>(groups));
+        for (const auto& one : replica.blocks.managers) {
+            for (const BlockList& blocks : one->table) {
+                for (const Block block : blocks) group_of[block] = static_cast<uint8_t>(one->group);
+            }
+        }
+        for (Int block = 1; block < pool.num_blocks; ++block) {
+            const size_t at = static_cast<size_t>(block), cell = static_cast<size_t>(block * cells / pool.num_blocks);
+            size_t group = group_of[at];
+            if (group == groups && pool.HasKey(static_cast<Block>(block))) {
+                group = static_cast<size_t>(pool.pairs.Group(pool.records[at].key.pair));
+            }
+            if (pool.references[at]) {
+                ++map[group == groups ? 2 * groups : 2 * group][cell];
+            } else if (group != groups) {
+                ++map[2 * group + 1][cell];
+            }
+        }
+        return ToPy(map);
+    });
+}
+
 // residency(core) -> the three histograms
 inline PyObject* ResidencyOf(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {

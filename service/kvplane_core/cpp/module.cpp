@@ -282,6 +282,7 @@ PyMethodDef kMethods[] = {
     {"take_events", TakeEvents, METH_VARARGS, "Return and clear the events since the last part."},
     {"store_empty_ranges", StoreEmptyRanges, METH_VARARGS, "Report empty registrations."},
     {"counts", Counts, METH_VARARGS, "Count the blocks of each group."},
+    {"block_map", BlockMap, METH_VARARGS, "Count the blocks of each group and state by cell."},
     {"residency", ResidencyOf, METH_VARARGS, "Return histograms of block lifetimes."},
     {"common_blocks", CommonBlocks, METH_VARARGS, "Count the blocks that all running requests share."},
     {"free_order", FreeOrder, METH_VARARGS, "Return the free blocks in the order of eviction."},

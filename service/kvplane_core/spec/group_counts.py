@@ -31,6 +31,24 @@ def count_by_group(pool: BlockPool, managers: Sequence[GroupManager]) -> list[Gr
     ]
 
 
+def count_by_cell(pool: BlockPool, managers: Sequence[GroupManager], cells: int) -> list[list[int]]:
+    """Return, per group, the held and then the cached free blocks of each of `cells` cells, and behind them the blocks
+    in use that neither a table nor a key gives to a group. Block b is in cell b * cells // num_blocks. Changes nothing.
+    """
+    assert 0 < cells <= pool.num_blocks, "as many cells as blocks at most"
+    groups = len(managers)
+    counts = [[0] * cells for _ in range(2 * groups + 1)]
+    group_of = {block: manager.group for manager in managers for table in manager.table for block in table}
+    for block in range(1, pool.num_blocks):
+        key = pool.key_of(block)
+        group = group_of.get(block, groups if key is None else key[1])
+        if pool.references[block]:
+            counts[2 * group][block * cells // pool.num_blocks] += 1
+        elif group < groups:
+            counts[2 * group + 1][block * cells // pool.num_blocks] += 1
+    return counts
+
+
 def count_common_blocks(requests: Requests, managers: Sequence[GroupManager]) -> list[int]:
     """Return, per group, how many leading blocks are the same in the tables of all running requests."""
     running = [slot for slot in requests.slots() if requests.running[slot]]

@@ -32,7 +32,7 @@ from kvplane_core.face.recovery import PoolShape, RecoveredState, RecoveryOutcom
 from kvplane_core.face.setup import check_spec
 from kvplane_core.spec.coordinator import Coordinator
 from kvplane_core.spec.facts import FactApplier, report_hashes
-from kvplane_core.spec.group_counts import count_by_group, count_common_blocks
+from kvplane_core.spec.group_counts import count_by_cell, count_by_group, count_common_blocks
 from kvplane_core.spec.in_flight import InFlightTracker
 from kvplane_core.spec.invariants import check_in_slices
 from kvplane_core.spec.published import collect, every_id, stored_events
@@ -354,6 +354,10 @@ class Replica:
     def group_counters(self) -> list[GroupCounters]:
         """Return the counters of each group. Passes over the pool, 0.1 s per million blocks: not for the hot path."""
         return count_by_group(self._pool, self.coordinator.managers)
+
+    def block_map(self, cells: int) -> list[list[int]]:
+        """Return per group the held and the cached free blocks of each cell, then the others in use; 1 to all cells."""
+        return count_by_cell(self._pool, self.coordinator.managers, cells)
 
     @property
     def residency(self) -> Residency:

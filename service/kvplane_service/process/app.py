@@ -19,7 +19,9 @@ from kvplane_service.auth.tokens import metrics_token
 from kvplane_service.config import Config, is_open_to_all, is_store_trusted
 from kvplane_service.process import gc_policy
 from kvplane_service.registry import Registry
+from kvplane_service.replicas.host import ReplicaHost
 from kvplane_service.replicas.idle_check import IdleCheck, check_in_background
+from kvplane_service.replicas.recent import Recent, sample_in_background
 from kvplane_service.rpc.about import About
 from kvplane_service.rpc.server import CallFilters, RpcServer
 from kvplane_service.runtime.executors import Executor, InOrder, share_interpreter
@@ -108,6 +110,7 @@ class App:
         self._start_task("leases", self._sweep())
         self._start_task("loop holds", self._holds.watch())
         self._start_task("logs", self.registry.logs.pack_in_background())
+        self._start_task("samples of replicas", sample_in_background(self._recent, self._clock, asyncio.sleep))
         if self.config.replica_ttl_ms:
             expiry = expire_in_background(self.registry, self.ownership, self.config.replica_ttl_ms, asyncio.sleep)
             self._start_task("expiry of replicas", expiry)
@@ -198,6 +201,9 @@ class App:
             if self.keeper.is_on:
                 self._server.announce_store(self.keeper.is_there)
             self._server.announce_state(all(check.broken is None for check in self._idle_checks()))
+
+    def _recent(self) -> Iterator[tuple[ReplicaHost, Recent]]:
+        return ((entry.host, entry.recent) for entry in self.registry.one_by_one())
 
     def _idle_checks(self) -> Iterator[IdleCheck]:
         return (entry.host.idle_check for entry in self.registry.one_by_one())

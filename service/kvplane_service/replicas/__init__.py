@@ -10,6 +10,7 @@ stamps         operations on the stamp tables of a whole page memory
 step_order     which step comes next; stored answers for repeated steps
 applying       how a step is applied: inline, or on a thread when it is estimated to take long
 idle_check     the invariants of a replica that is idle, checked in slices
+recent         samples of the last hour
 events         batches of cache events that a subscriber can resume
 workers        which worker holds the pages of which rank
 inprocess      a session without gRPC

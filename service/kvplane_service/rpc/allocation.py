@@ -15,7 +15,7 @@ from kvplane_service.auth.gate import CALL
 from kvplane_service.auth.visible import VisibleReplicas
 from kvplane_service.registry import Entry, Registration, UnknownReplica
 from kvplane_service.replicas.host import new_replica
-from kvplane_service.rpc import decode, encode, lookups, prices
+from kvplane_service.rpc import decode, encode, lookups, pictures, prices
 from kvplane_service.rpc.methods import Context, timed
 from kvplane_service.rpc.session import SessionStreams
 from kvplane_service.rpc.sources import Planned, names_policy, plan_source
@@ -108,10 +108,17 @@ class AllocationServicer:
         return pb.DeregisterReplicaResponse()
 
     async def DescribeReplica(self, request: pb.DescribeReplicaRequest, _: bytes) -> Message:  # noqa: N802
-        """Return the state and the counters of a replica."""
+        """Return the state and the counters of a replica, and on request what the status page draws of it."""
+        pictures.check_cells(request.map_cells)
         entry = self._registry.get(request.replica)
         await entry.host.idle()
-        return encode.encode_description(entry, self._keeper.report(entry))
+        answer = encode.encode_description(entry, self._keeper.report(entry))
+        if request.map_cells:
+            CALL.get().count(prices.BLOCK_BYTES * entry.host.replica.spec.num_blocks)
+            answer.pool_map.CopyFrom(pictures.encode_map(entry.host.replica, request.map_cells))
+        if request.with_history:
+            answer.history.CopyFrom(pictures.encode_history(entry.recent))
+        return answer
 
     async def ListReplicas(self, request: pb.ListReplicasRequest, _: bytes) -> Message:  # noqa: N802
         """Return a page of the replicas that the caller may see, by name. The token of the next page has the last name

@@ -270,7 +270,7 @@ def encode_counters(replica: ReplicaCore) -> pb.ReplicaCounters:
 
 def encode_summary(entry: Entry) -> pb.ReplicaSummary:
     """Return the entry of a replica in the answer of ListReplicas."""
-    host = entry.host
+    host, counters = entry.host, entry.host.replica.counters
     return pb.ReplicaSummary(
         replica=host.name,
         state=_STATES[host.state],
@@ -282,6 +282,9 @@ def encode_summary(entry: Entry) -> pb.ReplicaSummary:
         model_name=entry.registration.model_name,
         age_ms=host.lifetime_ns // _NS_PER_MS,
         last_seen_ms=host.unused_ns // _NS_PER_MS,
+        steps=counters.steps,
+        queried_tokens=counters.queried_tokens,
+        hit_tokens=counters.hit_tokens,
     )
 
 

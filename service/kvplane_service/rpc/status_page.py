@@ -1,6 +1,6 @@
 """The status page on the metrics port: static files, and the calls that read, as JSON over HTTP.
 
-    GET  /                                    the page; /page.js, /page.css
+    GET  /                                    the page; /page.js, /draw.js, /page.css
     POST /api/Allocation/DescribeReplica      the RPC of this name, with request and answer as JSON
 
 A call passes the same gate as over gRPC: an owner's bearer token in the header Authorization, its scopes, replicas and
@@ -41,7 +41,7 @@ METHODS = (
 _PACKAGE = "kvplane.v1."
 _MAX_CALLS = 64  # at a time
 _JSON = "application/json"
-_FILES = {"/": "index.html", "/page.js": "page.js", "/page.css": "page.css"}
+_FILES = {"/": "index.html", "/page.js": "page.js", "/draw.js": "draw.js", "/page.css": "page.css"}
 _TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "

@@ -186,13 +186,17 @@ class Residency(_message.Message):
     def __init__(self, lifetime: _Optional[_Iterable[int]] = ..., idle_before_evict: _Optional[_Iterable[int]] = ..., reuse_gap: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DescribeReplicaRequest(_message.Message):
-    __slots__ = ("replica",)
+    __slots__ = ("replica", "map_cells", "with_history")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
+    MAP_CELLS_FIELD_NUMBER: _ClassVar[int]
+    WITH_HISTORY_FIELD_NUMBER: _ClassVar[int]
     replica: str
-    def __init__(self, replica: _Optional[str] = ...) -> None: ...
+    map_cells: int
+    with_history: bool
+    def __init__(self, replica: _Optional[str] = ..., map_cells: _Optional[int] = ..., with_history: bool = ...) -> None: ...
 
 class DescribeReplicaResponse(_message.Message):
-    __slots__ = ("replica", "spec", "state", "epoch", "free_blocks", "running_requests", "seq", "executed_through", "counters", "num_ranks", "common_prefix_blocks", "residency", "workers", "event_seq", "refusals", "preemptions", "removed_keys", "slowest_steps", "store", "busy_blocks", "mirror", "miss_curve", "core", "tiers", "tier_jobs", "tier_counts", "retained_prefixes", "retained_blocks", "retain_counts", "slack_blocks", "waiting_requests", "model_name", "age_ms", "last_seen_ms")
+    __slots__ = ("replica", "spec", "state", "epoch", "free_blocks", "running_requests", "seq", "executed_through", "counters", "num_ranks", "common_prefix_blocks", "residency", "workers", "event_seq", "refusals", "preemptions", "removed_keys", "slowest_steps", "store", "busy_blocks", "mirror", "miss_curve", "core", "tiers", "tier_jobs", "tier_counts", "retained_prefixes", "retained_blocks", "retain_counts", "slack_blocks", "waiting_requests", "model_name", "age_ms", "last_seen_ms", "pool_map", "history")
     class RefusalsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -269,6 +273,8 @@ class DescribeReplicaResponse(_message.Message):
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     AGE_MS_FIELD_NUMBER: _ClassVar[int]
     LAST_SEEN_MS_FIELD_NUMBER: _ClassVar[int]
+    POOL_MAP_FIELD_NUMBER: _ClassVar[int]
+    HISTORY_FIELD_NUMBER: _ClassVar[int]
     replica: str
     spec: _replica_pb2.ReplicaSpec
     state: ReplicaState
@@ -303,7 +309,43 @@ class DescribeReplicaResponse(_message.Message):
     model_name: str
     age_ms: int
     last_seen_ms: int
-    def __init__(self, replica: _Optional[str] = ..., spec: _Optional[_Union[_replica_pb2.ReplicaSpec, _Mapping]] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., epoch: _Optional[int] = ..., free_blocks: _Optional[int] = ..., running_requests: _Optional[int] = ..., seq: _Optional[int] = ..., executed_through: _Optional[int] = ..., counters: _Optional[_Union[ReplicaCounters, _Mapping]] = ..., num_ranks: _Optional[int] = ..., common_prefix_blocks: _Optional[_Iterable[int]] = ..., residency: _Optional[_Union[Residency, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[_plan_pb2.WorkerInfo, _Mapping]]] = ..., event_seq: _Optional[int] = ..., refusals: _Optional[_Mapping[str, int]] = ..., preemptions: _Optional[_Mapping[str, int]] = ..., removed_keys: _Optional[_Mapping[str, int]] = ..., slowest_steps: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., store: _Optional[_Union[StoreStatus, _Mapping]] = ..., busy_blocks: _Optional[int] = ..., mirror: _Optional[_Union[MirrorStatus, _Mapping]] = ..., miss_curve: _Optional[_Union[MissCurve, _Mapping]] = ..., core: _Optional[_Union[CoreStatus, _Mapping]] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., tier_jobs: _Optional[_Mapping[str, int]] = ..., tier_counts: _Optional[_Mapping[str, int]] = ..., retained_prefixes: _Optional[int] = ..., retained_blocks: _Optional[int] = ..., retain_counts: _Optional[_Mapping[str, int]] = ..., slack_blocks: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., model_name: _Optional[str] = ..., age_ms: _Optional[int] = ..., last_seen_ms: _Optional[int] = ...) -> None: ...
+    pool_map: PoolMap
+    history: ReplicaHistory
+    def __init__(self, replica: _Optional[str] = ..., spec: _Optional[_Union[_replica_pb2.ReplicaSpec, _Mapping]] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., epoch: _Optional[int] = ..., free_blocks: _Optional[int] = ..., running_requests: _Optional[int] = ..., seq: _Optional[int] = ..., executed_through: _Optional[int] = ..., counters: _Optional[_Union[ReplicaCounters, _Mapping]] = ..., num_ranks: _Optional[int] = ..., common_prefix_blocks: _Optional[_Iterable[int]] = ..., residency: _Optional[_Union[Residency, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[_plan_pb2.WorkerInfo, _Mapping]]] = ..., event_seq: _Optional[int] = ..., refusals: _Optional[_Mapping[str, int]] = ..., preemptions: _Optional[_Mapping[str, int]] = ..., removed_keys: _Optional[_Mapping[str, int]] = ..., slowest_steps: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., store: _Optional[_Union[StoreStatus, _Mapping]] = ..., busy_blocks: _Optional[int] = ..., mirror: _Optional[_Union[MirrorStatus, _Mapping]] = ..., miss_curve: _Optional[_Union[MissCurve, _Mapping]] = ..., core: _Optional[_Union[CoreStatus, _Mapping]] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., tier_jobs: _Optional[_Mapping[str, int]] = ..., tier_counts: _Optional[_Mapping[str, int]] = ..., retained_prefixes: _Optional[int] = ..., retained_blocks: _Optional[int] = ..., retain_counts: _Optional[_Mapping[str, int]] = ..., slack_blocks: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., model_name: _Optional[str] = ..., age_ms: _Optional[int] = ..., last_seen_ms: _Optional[int] = ..., pool_map: _Optional[_Union[PoolMap, _Mapping]] = ..., history: _Optional[_Union[ReplicaHistory, _Mapping]] = ...) -> None: ...
+
+class PoolMap(_message.Message):
+    __slots__ = ("cells", "groups", "other")
+    CELLS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    OTHER_FIELD_NUMBER: _ClassVar[int]
+    cells: int
+    groups: _containers.RepeatedCompositeFieldContainer[GroupMap]
+    other: bytes
+    def __init__(self, cells: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupMap, _Mapping]]] = ..., other: _Optional[bytes] = ...) -> None: ...
+
+class GroupMap(_message.Message):
+    __slots__ = ("held", "cached")
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
+    held: bytes
+    cached: bytes
+    def __init__(self, held: _Optional[bytes] = ..., cached: _Optional[bytes] = ...) -> None: ...
+
+class ReplicaHistory(_message.Message):
+    __slots__ = ("interval_ms", "held", "hit", "running", "waiting", "steps_per_s")
+    INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    HIT_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    STEPS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    interval_ms: int
+    held: _containers.RepeatedScalarFieldContainer[float]
+    hit: _containers.RepeatedScalarFieldContainer[float]
+    running: _containers.RepeatedScalarFieldContainer[float]
+    waiting: _containers.RepeatedScalarFieldContainer[float]
+    steps_per_s: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, interval_ms: _Optional[int] = ..., held: _Optional[_Iterable[float]] = ..., hit: _Optional[_Iterable[float]] = ..., running: _Optional[_Iterable[float]] = ..., waiting: _Optional[_Iterable[float]] = ..., steps_per_s: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class TierStatus(_message.Message):
     __slots__ = ("kind", "num_blocks", "held_blocks", "shadow_blocks", "free_blocks", "hit_tokens", "groups", "retained_blocks")
@@ -435,7 +477,7 @@ class ListReplicasRequest(_message.Message):
     def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
 
 class ReplicaSummary(_message.Message):
-    __slots__ = ("replica", "state", "epoch", "num_blocks", "free_blocks", "running_requests", "waiting_requests", "model_name", "age_ms", "last_seen_ms")
+    __slots__ = ("replica", "state", "epoch", "num_blocks", "free_blocks", "running_requests", "waiting_requests", "model_name", "age_ms", "last_seen_ms", "steps", "queried_tokens", "hit_tokens")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -446,6 +488,9 @@ class ReplicaSummary(_message.Message):
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     AGE_MS_FIELD_NUMBER: _ClassVar[int]
     LAST_SEEN_MS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    QUERIED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     replica: str
     state: ReplicaState
     epoch: int
@@ -456,7 +501,10 @@ class ReplicaSummary(_message.Message):
     model_name: str
     age_ms: int
     last_seen_ms: int
-    def __init__(self, replica: _Optional[str] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., epoch: _Optional[int] = ..., num_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., model_name: _Optional[str] = ..., age_ms: _Optional[int] = ..., last_seen_ms: _Optional[int] = ...) -> None: ...
+    steps: int
+    queried_tokens: int
+    hit_tokens: int
+    def __init__(self, replica: _Optional[str] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., epoch: _Optional[int] = ..., num_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., model_name: _Optional[str] = ..., age_ms: _Optional[int] = ..., last_seen_ms: _Optional[int] = ..., steps: _Optional[int] = ..., queried_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ...) -> None: ...
 
 class ListReplicasResponse(_message.Message):
     __slots__ = ("replicas", "next_page_token")

@@ -361,6 +361,10 @@ class NativeReplica:
             for (used, cached, evicted), (allocated, adopted) in zip(_native.counts(self._core), taken, strict=True)
         ]
 
+    def block_map(self, cells: int) -> list[list[int]]:
+        """Return per group the held and the cached blocks of each cell, then the other blocks in use."""
+        return _native.block_map(self._core, cells)
+
     def common_prefix_blocks(self) -> list[int]:
         """Return, per group, how many leading blocks all running requests share."""
         return _native.common_blocks(self._core)

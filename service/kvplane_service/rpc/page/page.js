@@ -3,8 +3,14 @@
 
 const INTERVAL_MS = 3000;
 const PAGE_SIZE = 1000;
+const MAP_CELLS = 2048;
+const LARGE_POOL = 200000;  // blocks: its map is read less often
+const MAP_EVERY = 4;  // refreshes
 
-const state = { token: "", paused: false, replicas: [], sort: "replica", descending: false, selected: "", timer: 0 };
+const state = {
+  token: "", paused: false, replicas: [], before: new Map(), sort: "state", descending: false, selected: "", filter: "",
+  problems: {}, calls: 0, timer: 0, refreshes: 0,
+};
 const byId = (id) => document.getElementById(id);
 
 class Refused extends Error {
@@ -17,12 +23,23 @@ class Refused extends Error {
 async function call(method, request) {
   const headers = { "Content-Type": "application/json" };
   if (state.token) headers.Authorization = `Bearer ${state.token}`;
-  const response = await fetch(`api/${method}`, {
-    method: "POST", headers, body: JSON.stringify(request), credentials: "omit", cache: "no-store", redirect: "error",
-  });
-  const answer = await response.json();
-  if (!response.ok) throw new Refused(response.status, answer);
-  return answer;
+  showBusy(1);
+  try {
+    const response = await fetch(`api/${method}`, {
+      method: "POST", headers, body: JSON.stringify(request), credentials: "omit", cache: "no-store", redirect: "error",
+    });
+    const answer = await response.json();
+    if (!response.ok) throw new Refused(response.status, answer);
+    return answer;
+  } finally {
+    showBusy(-1);
+  }
+}
+
+function showBusy(change) {
+  state.calls += change;
+  document.body.setAttribute("aria-busy", String(state.calls > 0));
+  byId("busy").textContent = state.calls ? "reading" : "";
 }
 
 // ---- elements
@@ -47,8 +64,9 @@ function bar(label, ...parts) {
   return made;
 }
 
-function cell(value, isNumber) {
+function cell(value, isNumber, title) {
   const made = element("td", undefined, isNumber ? "number" : "");
+  if (title) made.dataset.title = title;  // shown before the value where the window is narrow
   made.append(value);
   return made;
 }
@@ -58,7 +76,7 @@ function fill(table, columns, rows) {
   table.tHead.rows[0].replaceChildren(...head);
   table.tBodies[0].replaceChildren(...rows.map((row) => {
     const made = element("tr");
-    made.append(...row.map((value, at) => cell(value, columns[at][1])));
+    made.append(...row.map((value, at) => cell(value, columns[at][1], columns[at][0])));
     return made;
   }));
 }
@@ -76,23 +94,57 @@ function age(ms) {
 
 const TONES = { live: "good", lapsed: "bad", diverged: "bad", recovering: "warn", opening: "warn" };
 
+// ---- the address: what is selected, so that it can be kept, sent and gone back to; never the token
+
+function readAddress() {
+  const given = new URLSearchParams(new URL(document.URL).hash.slice(1));
+  state.selected = given.get("replica") || "";
+  state.filter = given.get("filter") || "";
+  const column = COLUMNS.find(({ key }) => key === given.get("sort"));
+  state.sort = column ? column.key : "state";
+  state.descending = given.get("order") === "descending";
+  byId("filter").value = state.filter;
+}
+
+function writeAddress(isNew) {
+  const given = new URLSearchParams();
+  if (state.selected) given.set("replica", state.selected);
+  if (state.filter) given.set("filter", state.filter);
+  if (state.sort !== "state" || state.descending) given.set("sort", state.sort);
+  if (state.descending) given.set("order", "descending");
+  const text = given.toString();
+  history[isNew ? "pushState" : "replaceState"](null, "", text ? `#${text}` : "#");
+}
+
 // ---- the fleet
 
+const ORDER = ["live", "opening", "recovering", "diverged", "idle", "lapsed"];  // of states
 const COLUMNS = [
-  { key: "replica", title: "Replica" },
-  { key: "state", title: "State" },
+  { key: "replica", title: "Replica", ascends: true },
+  { key: "state", title: "State", ascends: true, value: (one) => ORDER.indexOf(one.state) },
+  { key: "hit", title: "Hit", number: true, show: (one) => (one.hit === null ? "-" : percent(one.hit)) },
+  { key: "running", title: "Running", number: true, show: (one) => count(one.running) },
+  { key: "waiting", title: "Waiting", number: true, show: (one) => (one.waiting === null ? "-" : count(one.waiting)) },
+  { key: "steps", title: "Steps/s", number: true, show: (one) => (one.steps === null ? "-" : count(Math.round(one.steps))) },
   { key: "share", title: "Pool" },
-  { key: "held", title: "Held", number: true },
-  { key: "blocks", title: "Blocks", number: true },
-  { key: "epoch", title: "Life", number: true },
+  { key: "held", title: "Held", number: true, show: (one) => count(one.held) },
+  { key: "blocks", title: "Blocks", number: true, show: (one) => count(one.blocks) },
+  { key: "model", title: "Model", ascends: true, show: (one) => one.model || "-" },
+  { key: "seen", title: "Last seen", ascends: true, show: (one) => (one.seen ? `${age(one.seen)} ago` : "now") },
 ];
 
 function readReplica(one) {
   const blocks = one.num_blocks - 1;  // without the null block
   const held = blocks - one.free_blocks;
+  const queried = Number(one.queried_tokens);
+  const now = { at: performance.now(), steps: Number(one.steps) };
+  const before = state.before.get(one.replica);
+  state.before.set(one.replica, now);
   return {
     replica: one.replica, state: word(one.state, "REPLICA_STATE_"), blocks, held, share: blocks ? held / blocks : 0,
-    epoch: Number(one.epoch),
+    hit: queried ? Number(one.hit_tokens) / queried : null, running: one.running_requests,
+    waiting: one.waiting_requests ?? null, model: one.model_name, seen: Number(one.last_seen_ms),
+    steps: before && now.at > before.at ? (1000 * Math.max(0, now.steps - before.steps)) / (now.at - before.at) : null,
   };
 }
 
@@ -104,34 +156,52 @@ async function listReplicas() {
     replicas.push(...answer.replicas);
     token = answer.next_page_token;
   } while (token);
+  const names = new Set(replicas.map((one) => one.replica));
+  for (const name of state.before.keys()) if (!names.has(name)) state.before.delete(name);
   return replicas.map(readReplica);
 }
 
 function makeFleetHead() {
-  const heads = COLUMNS.map(({ key, title, number }) => {
+  const heads = COLUMNS.map(({ key, title, number, ascends }) => {
     const head = element("th", undefined, number ? "number" : "");
     const button = element("button", title);
     button.type = "button";
     button.addEventListener("click", () => {
-      state.descending = state.sort === key ? !state.descending : key !== "replica" && key !== "state";
+      state.descending = state.sort === key ? !state.descending : !ascends;
       state.sort = key;
+      writeAddress(false);
       showFleet();
     });
     head.append(button);
     return head;
   });
   byId("fleet").tHead.rows[0].replaceChildren(...heads);
+  byId("sort").replaceChildren(...COLUMNS.map(({ key, title }) => {
+    const option = element("option", title);
+    option.value = key;
+    return option;
+  }));
+}
+
+function compare(a, b) {
+  const { key, value } = COLUMNS.find((one) => one.key === state.sort);
+  const [mine, other] = [a, b].map(value || ((one) => one[key]));
+  if (mine !== other) {
+    if (mine === null || other === null) return mine === null ? 1 : -1;  // unknown ones are last
+    const order = mine < other ? -1 : 1;
+    return state.descending ? -order : order;
+  }
+  return a.replica < b.replica ? -1 : 1;
 }
 
 function showFleet() {
-  const wanted = byId("filter").value.trim().toLowerCase();
-  const shown = state.replicas.filter((one) => `${one.replica} ${one.state}`.toLowerCase().includes(wanted));
-  const key = state.sort;
-  const order = (a, b) => (a[key] < b[key] ? -1 : a[key] > b[key] ? 1 : a.replica < b.replica ? -1 : 1);
-  shown.sort(state.descending ? (a, b) => order(b, a) : order);
+  const wanted = state.filter.trim().toLowerCase();
+  const shown = state.replicas.filter((one) => `${one.replica} ${one.state} ${one.model}`.toLowerCase().includes(wanted));
+  shown.sort(compare);
+  byId("sort").value = state.sort;
   byId("fleet").tHead.rows[0].querySelectorAll("th").forEach((head, at) => {
     const direction = state.descending ? "descending" : "ascending";
-    head.setAttribute("aria-sort", COLUMNS[at].key === key ? direction : "none");
+    head.setAttribute("aria-sort", COLUMNS[at].key === state.sort ? direction : "none");
   });
   const focused = document.activeElement && document.activeElement.dataset.replica;
   byId("fleet").tBodies[0].replaceChildren(...shown.map(fleetRow));
@@ -146,11 +216,11 @@ function fleetRow(one) {
   button.dataset.replica = one.replica;
   button.addEventListener("click", () => select(one.replica));
   row.setAttribute("aria-current", String(one.replica === state.selected));
-  const share = `${percent(one.share)} held`;
-  row.append(
-    cell(button), cell(element("span", one.state, TONES[one.state])), cell(bar(share, ["held", one.share])),
-    cell(count(one.held), true), cell(count(one.blocks), true), cell(String(one.epoch), true),
-  );
+  const special = {
+    replica: button, state: element("span", one.state, TONES[one.state]),
+    share: bar(`${percent(one.share)} held`, ["held", one.share]),
+  };
+  row.append(...COLUMNS.map(({ key, title, number, show }) => cell(special[key] || show(one), number, title)));
   return row;
 }
 
@@ -158,27 +228,40 @@ function fleetRow(one) {
 
 async function select(replica) {
   state.selected = replica;
-  byId("explanation").replaceChildren();
-  byId("detail").hidden = true;
-  showFleet();
-  await attempt(showReplica);
+  writeAddress(true);
+  await showSelected();
   if (!byId("detail").hidden) byId("detail").focus();
 }
 
-async function showReplica() {
+async function showSelected() {
+  byId("explanation").replaceChildren();
+  byId("explain-problem").hidden = true;
+  byId("detail").hidden = true;
+  report("replica", null);
+  showFleet();
+  await attempt("replica", () => showReplica(true));
+}
+
+async function showReplica(isNew) {
   const replica = state.selected;
+  byId("content").classList.toggle("with-detail", Boolean(replica));
   if (!replica) return;
+  const known = state.replicas.find((one) => one.replica === replica);
+  const withMap = isNew || !known || known.blocks < LARGE_POOL || state.refreshes % MAP_EVERY === 0;
+  const asked = { replica, with_history: true, map_cells: withMap ? MAP_CELLS : 0 };
   const [answer, requests] = await Promise.all([
-    call("Allocation/DescribeReplica", { replica }), call("Admin/ListRequests", { replica, limit: 50 }),
+    call("Allocation/DescribeReplica", asked), call("Admin/ListRequests", { replica, limit: 50 }),
   ]);
   if (replica !== state.selected) return;  // another one was selected meanwhile
   byId("detail-title").textContent = replica;
   const facts = factsOf(answer).flatMap(([name, value]) => [element("dt", name), element("dd", value)]);
   byId("facts").replaceChildren(...facts);
+  byId("detail").hidden = false;
+  drawPlots(byId("plots"), byId("plots-note"), answer.history);
+  const nameOf = (group) => `group ${group} (${word(answer.spec.groups[group].kind, "GROUP_KIND_")})`;
+  if (answer.pool_map) drawMap(byId("map"), byId("map-legend"), answer.pool_map, answer.spec.num_blocks, nameOf);
   showGroups(answer);
   showRequests(requests);
-  byId("detail").hidden = false;
-  byId("content").classList.add("with-detail");
 }
 
 function reasons(counts) {
@@ -194,7 +277,7 @@ function factsOf(answer) {
   const store = word(answer.store.state, "STORE_STATE_");
   return [
     ["State", `${word(answer.state, "REPLICA_STATE_")}, epoch ${answer.epoch}, step ${count(answer.seq)}`],
-    ["Requests", `${count(answer.running_requests)} running, ${count(counters.admitted)} admitted`],
+    ["Requests", `${count(answer.running_requests)} running, ${answer.waiting_requests ?? "-"} waiting, ${count(counters.admitted)} admitted`],
     ["Hits", `${count(counters.hit_tokens)} of ${count(queried)} tokens looked up${share}`],
     ["Preempted", reasons(answer.preemptions)],
     ["Refused", reasons(answer.refusals)],
@@ -284,17 +367,28 @@ async function explain() {
 
 // ---- the loop
 
-async function attempt(work) {
+// Shows a problem of one kind until that kind of work succeeds; the time says since when.
+function report(kind, error) {
+  if (error && state.problems[kind]?.text !== error.message) {
+    state.problems[kind] = { text: error.message, since: new Date().toLocaleTimeString() };
+  } else if (!error) {
+    delete state.problems[kind];
+  }
+  const lines = Object.values(state.problems).map(({ text, since }) => `${text} (since ${since})`);
+  byId("problem").replaceChildren(...lines.map((line) => element("div", line)));
+  byId("problem").hidden = !lines.length;
+}
+
+async function attempt(kind, work) {
   try {
     await work();
-    byId("problem").hidden = true;
+    report(kind, null);
     return true;
   } catch (error) {
     const isDenied = error instanceof Refused && error.status === 401;
     byId("access").hidden = !isDenied && !state.token;
     if (isDenied) byId("content").hidden = true;
-    byId("problem").textContent = isDenied && !state.token ? "This service asks for a token." : error.message;
-    byId("problem").hidden = false;
+    report(kind, isDenied && !state.token ? new Error("This service asks for a token.") : error);
     return false;
   }
 }
@@ -307,12 +401,14 @@ async function refresh() {
   byId("access").hidden = true;
   byId("content").hidden = false;
   showFleet();
-  await showReplica();
 }
 
 async function tick() {
   clearTimeout(state.timer);
-  if (!state.paused && !document.hidden) await attempt(refresh);
+  if (!state.paused && !document.hidden && await attempt("service", refresh)) {
+    await attempt("replica", () => showReplica(!state.refreshes));
+    state.refreshes += 1;
+  }
   state.timer = setTimeout(tick, INTERVAL_MS);
 }
 
@@ -328,16 +424,46 @@ byId("access").addEventListener("submit", (event) => {
   byId("token").value = "";
   tick();
 });
-byId("explain").addEventListener("submit", (event) => {
+byId("explain").addEventListener("submit", async (event) => {
   event.preventDefault();
-  attempt(explain);
+  const button = event.target.querySelector("button");
+  button.disabled = true;
+  button.textContent = "Explaining";
+  byId("explain-problem").hidden = true;
+  try {
+    await explain();
+  } catch (error) {  // it stays until the next question
+    byId("explanation").replaceChildren();
+    byId("explain-problem").textContent = error.message;
+    byId("explain-problem").hidden = false;
+    byId("explain-problem").scrollIntoView({ block: "nearest" });
+  }
+  button.disabled = false;
+  button.textContent = "Explain";
 });
-byId("filter").addEventListener("input", showFleet);
+byId("filter").addEventListener("input", () => {
+  state.filter = byId("filter").value;
+  writeAddress(false);
+  showFleet();
+});
+byId("sort").addEventListener("change", () => {
+  const column = COLUMNS.find(({ key }) => key === byId("sort").value);
+  state.sort = column.key;
+  state.descending = !column.ascends;
+  writeAddress(false);
+  showFleet();
+});
+byId("close").addEventListener("click", () => select(""));
+window.addEventListener("popstate", () => {
+  readAddress();
+  showSelected();
+});
 document.addEventListener("keydown", (event) => {
-  if (event.key === "/" && !/^(INPUT|TEXTAREA)$/.test(document.activeElement.tagName)) {
+  if (event.key === "/" && !/^(INPUT|TEXTAREA|SELECT)$/.test(document.activeElement.tagName)) {
     event.preventDefault();
     byId("filter").focus();
   }
 });
 makeFleetHead();
+readAddress();
 tick();
