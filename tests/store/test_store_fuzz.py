@@ -88,6 +88,7 @@ class Engine:
                 await service.adopt()
             await service.ownership.resume("r", Registration(HYBRID))
             await service.register()
+            await asyncio.gather(*service.keeper._loads.tasks)  # an engine tries again until its keys are read
         host = service.registry.get("r").host
         request = OpenRequest("r", next(NONCES), stamp_table=tuple(self.memory.stamps), incarnation=INCARNATION)
         return Session(

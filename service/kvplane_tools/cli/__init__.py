@@ -165,5 +165,8 @@ def main() -> None:
         with interrupt.handled():
             app()
     except KvplaneError as error:
-        sys.stderr.write(f"kvplane: {error}\n")
+        from kvplane_tools.cli.output import escaped
+
+        shown = escaped(str(error), "\n")
+        sys.stderr.write(f"kvplane: {shown}\n")
         sys.exit(exit_code(error))

@@ -35,7 +35,7 @@ def text_of(plain: Callable[[], object], output: Shape, **texts: Callable[[], st
     """
     make = texts.get(output.format) or (texts["table"] if output.format is Format.WIDE else None)
     if make is not None:
-        return make()
+        return escaped(make(), "\n")
     if output.format is Format.NAME:
         raise InvalidArgument("the answer has no names", field="--output", remedy="use another format")
     if output.format is Format.JSONPATH:
@@ -80,7 +80,16 @@ def _step_into(value: object, step: re.Match[str]) -> list[object]:
 
 
 def _line(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    return escaped(value) if isinstance(value, str) else json.dumps(value)
+
+
+def escaped(text: str, kept: str = "") -> str:
+    """Return text with every character escaped that is neither printable nor in `kept`: names of requests, engines and
+    adapters come from clients, and a terminal obeys what it is sent.
+    """
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() or one in kept else ascii(one)[1:-1] for one in text)
 
 
 def repeat(every_s: float | None, print_answer: Callable[[], None]) -> None:
@@ -117,6 +126,7 @@ def plain_text(value: object, output: Shape) -> str:
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
     """Return rows as text with aligned columns; the first row is the heading."""
+    rows = [[escaped(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
     return "\n".join(lines)

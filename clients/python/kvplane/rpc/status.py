@@ -175,10 +175,8 @@ def error_of_rpc(outcome: RpcOutcome) -> KvplaneError:
             if error is not None:
                 return error
     code = outcome.code()
-    message, remedy = outcome.details() or code.name, ""
-    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        remedy = "retry, or give the call more time: it had no answer before its deadline"
-    return _BY_CODE.get(code, InternalError)(message, remedy=remedy, metadata={"code": code.name})
+    message = outcome.details() or code.name
+    return _BY_CODE.get(code, InternalError)(message, metadata={"code": code.name})
 
 
 def _parse_details(value: bytes) -> KvplaneError | None:

@@ -9,7 +9,7 @@ import typer
 from kvplane.base.errors import FailedPrecondition, InvalidArgument, NotFound
 from kvplane_tools.cli.client import client_of, grpcurl_line
 from kvplane_tools.cli.options import TABLE, Grpcurl, Limit, Output, Replica, RequestName, Watch
-from kvplane_tools.cli.output import columns, counted, fields_of, repeat, request_state, show, text_of
+from kvplane_tools.cli.output import columns, counted, escaped, fields_of, repeat, request_state, show, text_of
 from kvplane_tools.cli.query.prompt import Domain, Lora, Salt, Tokens, content_of
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def requests_command(
             output,
             table=lambda: _request_table(answer, False),
             wide=lambda: _request_table(answer, True),
-            name=lambda: "\n".join(request.request_id for request in answer.requests if request.request_id),
+            name=lambda: "\n".join(escaped(request.request_id) for request in answer.requests if request.request_id),
         )
 
     with client_of() as client:
