@@ -116,8 +116,10 @@ bench-gpu: $(DEV)  ## kernels on one GPU: checked, then measured against the lim
 bench-overhead: $(DEV)  ## CPU time that the decision log, metrics and traces add to a step
 	@$(PYTHON) -m tests.bench.overhead
 
-conformance-live: $(DEV)  ## compare vLLM 0.33.0 and the core on random operations (a large download; LIVE="--kind hybrid --seeds 5")
+conformance-live: $(DEV)  ## compare vLLM 0.33.0 and the core on random operations (a large download; LIVE="--kind hybrid --seeds 5"; CONFIGS=FOLDER: published config.json files too)
 	@$(PYTHON) -m tests.conformance.live $(LIVE)
+	@if [ -n "$(CONFIGS)" ]; then .tools/vllm/bin/python tests/vllm/published_plans.py "$(CONFIGS)" \
+		&& $(PYTHON) -m tests.plan.published "$(CONFIGS)"; fi
 
 # Runs of the simulation: number of seeds, first seed.
 SEEDS ?= 200

@@ -105,10 +105,13 @@ def test_plan_for_a_gpu_subtracts_the_share_of_the_weights(kvplane):
         return answer["num_blocks"], {one["tensor_parallel"]: one["num_blocks"] for one in fp8}
 
     on_gpu = blocks("--gpu", "H100", "--utilization", "0.9", "--weights", "140GB", "--tensor-parallel", "4")
-    # 80 GB x 0.9 - 140 GB / 4 = 37 GB
-    assert on_gpu[0] == blocks("--memory", "37GB", "--tensor-parallel", "4")[0]
-    assert on_gpu[1].keys() == {4, 8}, "the weights do not fit on fewer"
-    assert on_gpu[1][8] == blocks("--memory", "54.5GB", "--tensor-parallel", "8", "--cache-dtype", "fp8")[0]
+    left = (81_559 << 20) * 9 // 10  # 81,559 MiB as the driver reports
+    assert on_gpu[0] == blocks("--memory", f"{left - 35 * 10**9}", "--tensor-parallel", "4")[0]
+    assert on_gpu[1].keys() == {2, 4, 8}, "the weights do not fit on one"
+    assert (
+        on_gpu[1][8]
+        == blocks("--memory", f"{left - 17_500 * 10**6}", "--tensor-parallel", "8", "--cache-dtype", "fp8")[0]
+    )
 
 
 def test_plan_for_bad_memory_is_refused(kvplane):

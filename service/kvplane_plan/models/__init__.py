@@ -4,7 +4,8 @@ out.
 shapes         shapes of layers and models, and the layers that one tensor-parallel rank holds
 catalogue      known models by name
 config_fields  the fields of a config.json, and which of them were read
-model_types    how the config.json of each model type is read
+attention_types, state_types  readers of layers from a config.json
+model_types    the reader of each model type
 hf_config      reads a model from its config.json
 sizing         computes the memory of a cache and the number of requests that fit
 """

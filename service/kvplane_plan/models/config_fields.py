@@ -4,22 +4,34 @@ not.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
+from importlib.resources import files
 from typing import Any, NoReturn
 
 from kvplane.base.errors import InvalidArgument
 
 MAX_LAYERS = 1024  # the cost of a plan grows with the layers
 MAX_SIZE = 1 << 30
-# A text model inside a multimodal one.
-_NESTED = ("text_config", "language_config", "llm_config")
+# A text model inside a multimodal one: its place in the files of each type. vLLM gives the text models of other types
+# other settings of the cache in part, so these types are refused.
+_NESTED = {
+    **dict.fromkeys(
+        "gemma3 gemma3n gemma4 kimi_k25 llama4 llava maira2 mistral3 qwen2_5_vl qwen2_audio qwen2_vl qwen3_5 "
+        "qwen3_5_moe qwen3_vl qwen3_vl_moe".split(),
+        ("text_config",),
+    ),
+    **dict.fromkeys(("qwen2_5_omni", "qwen3_asr"), ("thinker_config", "text_config")),
+}
+_PLACES = ("text_config", "language_config", "llm_config", "thinker_config")
+# What a class of transformers gives a field that a file leaves out; `tests/vllm/config_defaults.py` writes it.
+_DEFAULTS: dict[str, dict[str, Any]] = json.loads(files(__package__).joinpath("defaults.json").read_text())
 # Names of which a part may say what is cached.
 _MAY_MATTER = re.compile(
     r"attention|attn|cache|chunk|compress|conv|cross|decoder|dim|encoder|head|hybrid|index|interval|kv|latent|layer"
     r"|linear|lora|mamba|memory|mla|mtp|nextn|pattern|period|predict|query|recurr|share|size|sliding|ssm|state|swa|window"
 )
-# Those that do not: sizes of other parts, normalization, positions, experts, initial values, training, vocabulary.
 # Those that do not: normalization, positions, scales, initial values, experts, vocabulary, training.
 _DOES_NOT_MATTER = re.compile(
     r"(vocab|intermediate|ffn|moe|expert|mlp|router|rope|initial|image|vision|audio|video|time_step|summary|linear_a"
@@ -30,9 +42,9 @@ _DOES_NOT_MATTER = re.compile(
     r"|attention_(value_scale|softmax_in_fp32)|attn_temperature_tuning|decoder_sparse_step|dim_model_base"
     r"|block_(auto_adjust_ff_dim|ffn_dim_multiplier|multiple_of|use_swiglu|use_xavier_init)|conv_use_xavier_init"
     r"|mamba_inner_layernorms|do_layer_norm_before|first_k_dense_replace"
-    r"|hidden_(act|activation|size_per_layer_input)|interleave_moe_layer_step|is_decoder|layerdrop|no_rope_layer_interval|no_rope_layers"
+    r"|hidden_(act|activation|size_per_layer_input)|interleave_moe_layer_step|is_decoder|layerdrop|no_rope_layer_interval"
     r"|max_position_embeddings|mlp_layer_types|moe_layer_freq|num_attention_heads_per_layer|num_dense_layers"
-    r"|num_ln_in_parallel_attn|original_max_position_embeddings|parallel_attn|query_pre_attn_scalar|rotary_dim"
+    r"|num_ln_in_parallel_attn|original_max_position_embeddings|model_max_length|max_sequence_length|seq_length|parallel_attn|query_pre_attn_scalar|rotary_dim"
     r"|reorder_and_upcast_attn|scale_attn_.*|scale_attention_.*|swiglu_limit|use_(cache|mamba_kernels|mambapy|associative_scan)"
     r"|word_embed_proj_dim"
 )
@@ -66,18 +78,32 @@ class Fields:
     """
 
     def __init__(self, values: Mapping[str, Any], path: str = "") -> None:
-        self._values = values
+        kind = values.get("model_type")
+        self.model_type = kind if isinstance(kind, str) else ""
+        self._stated = set(values)
+        self._values = {**_DEFAULTS.get(self.model_type, {}), **values} if not path else values
         self._path = path
         self._read: set[str] = set()
         self._in_file: dict[str, str] = {}
-        kind = values.get("model_type")
-        self.model_type = kind if isinstance(kind, str) else ""
 
     @classmethod
     def of_text_model(cls, config: Mapping[str, Any]) -> Fields:
-        """Return the fields of the text model of a config.json, which may be an object inside it."""
-        inner: Mapping[str, Any] = next((config[name] for name in _NESTED if isinstance(config.get(name), dict)), {})
-        return cls({"model_type": config.get("model_type"), **inner} if inner else config)
+        """Return the fields of the text model of a config.json, which may be an object inside it. Raises
+        InvalidArgument for an object inside a type of files that is not read.
+        """
+        place = next((name for name in _PLACES if isinstance(config.get(name), dict)), "")
+        if not place:
+            return cls(config)
+        outer = config.get("model_type")
+        places = _NESTED.get(outer, ()) if isinstance(outer, str) else (place,)
+        inner: Any = config if places else None
+        for name in places:
+            inner = inner.get(name) if isinstance(inner, dict) else None
+        if not isinstance(inner, dict):
+            what = f"it is {repr(outer)[:40]}, and kvplane does not read {place} of this type"
+            raise InvalidArgument(what, field="model_type", remedy="`kvplane models` lists the types that it reads")
+        text_type = f"{outer}_text" if f"{outer}_text" in _DEFAULTS else outer
+        return cls({"model_type": text_type, **inner})
 
     def has(self, name: str) -> bool:
         """Return True if the field is present and not null."""
@@ -125,6 +151,7 @@ class Fields:
         """Read fields under other names from now on: those that are given, each with the name in the file."""
         ours = {theirs: name for name, theirs in names.items()}
         self._values = {ours.get(name, name): value for name, value in self._values.items()}
+        self._stated = {ours.get(name, name) for name in self._stated}
         self._in_file = dict(names)
 
     def spell(self, name: str) -> None:
@@ -161,5 +188,11 @@ class Fields:
         and was not read.
         """
         for name, value in self._values.items():
-            if value and name not in self._read and _MAY_MATTER.search(name) and not _DOES_NOT_MATTER.fullmatch(name):
+            if (
+                value
+                and name in self._stated
+                and name not in self._read
+                and _MAY_MATTER.search(name)
+                and not _DOES_NOT_MATTER.fullmatch(name)
+            ):
                 self.refuse(name)

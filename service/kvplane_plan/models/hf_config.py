@@ -18,6 +18,7 @@ from kvplane_plan.models.model_types import PREDICTS_LIKE_LAST, READERS
 from kvplane_plan.models.shapes import Full, Latent, Model
 
 MAX_CONFIG_BYTES = 4 << 20
+_SCHEMES = ("kv_cache_scheme", "kv_cache_quant_algo")  # in the order in which vLLM reads them
 
 
 def read_model(path: Path) -> Model:
@@ -79,7 +80,52 @@ def model_of(config: Mapping[str, Any]) -> Model:
     knows = predicting and fields.model_type in PREDICTS_LIKE_LAST
     last = pattern[-1]
     mtp = last if knows and isinstance(last, Full | Latent) else None
-    return Model(len(pattern), pattern, mtp=mtp, mtp_layers=predicting)
+    dtype, longest = _checkpoint_dtype(config), _longest(fields)
+    return Model(len(pattern), pattern, mtp=mtp, mtp_layers=predicting, cache_dtype=dtype, max_model_len=longest)
+
+
+def _longest(fields: Fields) -> int:
+    """Return the tokens that the model has positions for, 0 if it does not say; a scaling may add some (YaRN)."""
+    longest = fields.get("max_position_embeddings", fields.get("n_positions", 0))
+    scaling = fields.get("rope_scaling", fields.get("rope_parameters"))
+    factor = scaling.get("factor", 1) if isinstance(scaling, dict) and "original_max" not in str(scaling) else 1
+    return int(longest * max(1, factor)) if isinstance(longest, int) and isinstance(factor, int | float) else 0
+
+
+def _checkpoint_dtype(config: Mapping[str, Any]) -> str:
+    """Return the data type of keys and values that the checkpoint was quantized for, "" if none: as vLLM 0.33 resolves
+    `--kv-cache-dtype auto`. Raises InvalidArgument for one that kvplane does not plan.
+    """
+    texts = [one for one in config.values() if isinstance(one, dict) and "model_type" in one]
+    for place in (config, *texts):
+        for name in ("quantization_config", "compression_config"):
+            if isinstance(given := place.get(name), dict):
+                found = _quantized(given, given.get("quantization", given), f"{name}.", place is config)
+                if found is not None:
+                    return found
+    return ""
+
+
+def _quantized(given: Mapping[str, Any], inner: object, path: str, is_whole: bool) -> str | None:
+    method = str(given.get("quant_method") or "")
+    places = (inner if isinstance(inner, dict) else {}, given)
+    schemes = [(f"{path}{name}", one.get(name)) for name in _SCHEMES for one in places if one.get(name)]
+    if not schemes or not method:
+        return None
+    field, scheme = schemes[0]
+    if method == "compressed-tensors" and field.endswith("kv_cache_scheme"):
+        return "fp8"
+    if method.startswith("modelopt") and is_whole:
+        if isinstance(scheme, dict):
+            names = {"8": "fp8" if scheme.get("dynamic") is False else "", "4": "nvfp4"}
+            scheme = names.get(str(scheme.get("num_bits")), "") if scheme.get("type") == "float" else ""
+        if str(scheme).lower() in ("fp8", ""):
+            return str(scheme).lower()
+    raise InvalidArgument(
+        f"the checkpoint's {method[:40]} says {repr(scheme)[:40]} for the cache, which kvplane does not plan",
+        field=field,
+        remedy="give --cache-dtype, and remove the field",
+    )
 
 
 def _prediction_layers(fields: Fields) -> int:

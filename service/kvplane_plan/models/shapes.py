@@ -6,7 +6,7 @@ A model is a pattern of layers. A layer has one cache, several (attention and a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -28,6 +28,7 @@ CACHE_DTYPES = {
     "float16": DType.FLOAT16,
     "fp8": DType.FLOAT8_E4M3FN,
 }
+AUTO = "auto"  # the type that the checkpoint was quantized for, else bfloat16
 
 
 MAX_SPECULATIVE_TOKENS = 128
@@ -52,7 +53,7 @@ class ModelOptions:
     Attributes:
         tensor_parallel: number of ranks that divide the heads; if there are fewer key-value heads, heads are
             replicated.
-        cache_dtype: data type of keys and values, one of CACHE_DTYPES; recurrent states stay in the model's
+        cache_dtype: data type of keys and values, AUTO or one of CACHE_DTYPES; recurrent states stay in the model's
             bfloat16.
         block_size: tokens per attention block; raised if kernels or states need larger blocks.
         max_model_len: longest request in tokens; also the block size of a recurrent state that is not cached.
@@ -64,7 +65,7 @@ class ModelOptions:
     """
 
     tensor_parallel: int = 1
-    cache_dtype: str = "bfloat16"
+    cache_dtype: str = AUTO
     block_size: int = KERNEL_BLOCK
     max_model_len: int = 32768
     mamba_mode: MambaMode = MambaMode.ALIGN
@@ -77,15 +78,15 @@ class ModelOptions:
         for name in ("tensor_parallel", "block_size", "max_model_len"):
             if getattr(self, name) < 1:
                 raise InvalidArgument(f"it is {getattr(self, name)}", field=name, remedy="give 1 or more")
-        if self.cache_dtype not in CACHE_DTYPES:
-            known = ", ".join(CACHE_DTYPES)
+        if self.cache_dtype not in (AUTO, *CACHE_DTYPES):
+            known = ", ".join((AUTO, *CACHE_DTYPES))
             what = f"the data type {self.cache_dtype!r} is unknown"
             raise InvalidArgument(what, field="cache_dtype", remedy=f"use one of {known}")
 
     @property
     def dtype(self) -> DType:
         """Element type of keys and values."""
-        return CACHE_DTYPES[self.cache_dtype]
+        return CACHE_DTYPES.get(self.cache_dtype, DType.BFLOAT16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,17 +141,22 @@ class Chunked(Full):
 class Latent:
     """The shape of a multi-head latent attention layer: one vector of `row_size` numbers per token, with equal content
     on every rank.
+
+    Attributes:
+        packed_bytes: bytes of a row of elements of fp8, which has scales and parts in bfloat16; 0: as many as elements.
     """
 
     row_size: int
+    packed_bytes: int = 0
 
     def attention(self, options: ModelOptions, block_size: int) -> AttentionSpec:
         """Return the specification of this layer on one rank, with at least `block_size` tokens per block."""
+        is_packed = bool(self.packed_bytes) and options.dtype is DType.FLOAT8_E4M3FN
         return MLASpec(
             block_size=round_up(block_size, MLA_KERNEL_BLOCK),
             num_kv_heads=1,
-            head_size=self.row_size,
-            dtype=options.dtype,
+            head_size=self.packed_bytes if is_packed else self.row_size,
+            dtype=DType.UINT8 if is_packed else options.dtype,
             max_tp_shards=1,
         )
 
@@ -242,6 +248,8 @@ class Model:
         attention_name, state_name: what follows "model.layers.<i>." in the name of an attention or a state layer.
         mtp: shape of the layer for multi-token prediction, None if there is none or it is not known.
         mtp_layers: number of layers for multi-token prediction that the model was published with.
+        cache_dtype: data type of keys and values that the checkpoint was quantized for, "" if it states none.
+        max_model_len: tokens that it has positions for, 0 if not known.
     """
 
     num_layers: int
@@ -250,11 +258,15 @@ class Model:
     state_name: str = "linear_attn"
     mtp: Full | Latent | None = None
     mtp_layers: int = 0
+    cache_dtype: str = ""
+    max_model_len: int = 0
 
     def layers(self, options: ModelOptions) -> tuple[Layer, ...]:
         """Return the layers that one rank holds, the drafter's layers last. Raises InvalidArgument if the model has no
         such drafter.
         """
+        if options.cache_dtype == AUTO and self.cache_dtype:
+            options = replace(options, cache_dtype=self.cache_dtype)
         block_size = self._block_size(options)
         own = [
             Layer(f"model.layers.{index}.{self._name(shape)}", self._spec(shape, options, block_size))

@@ -28,10 +28,10 @@ _DTYPES = ("bfloat16", "fp8")
 _RANKS = (1, 2, 4, 8)
 Label = TypeVar("Label")
 
-# Memory in GB as the makers' data sheets state it; a driver leaves a little less or more of it.
+# Memory in MiB as the driver states it: column memory.total of `nvidia-smi`.
 GPUS = {
-    "a10": 24, "a100": 80, "a100-40gb": 40, "b200": 180, "h100": 80, "h200": 141, "l4": 24, "l40s": 48, "mi300x": 192,
-    "mi325x": 256, "t4": 16, "v100": 32,
+    "a10": 23028, "a100": 81920, "a100-40gb": 40960, "b200": 183359, "h100": 81559, "h200": 143771, "l4": 23034,
+    "l40s": 46068, "t4": 15360, "v100": 32768,
 }  # fmt: skip
 
 
@@ -183,7 +183,7 @@ def gpu_bytes(name: str, utilization: float) -> int:
         raise InvalidArgument(what, field="gpu", remedy=f"use one of {', '.join(GPUS)}, or give --memory")
     if not 0.0 < utilization <= 1.0:
         raise InvalidArgument(f"it is {utilization}", field="utilization", remedy="give a part above 0 and at most 1")
-    return int(GPUS[name.lower()] * 10**9 * utilization)
+    return int((GPUS[name.lower()] << 20) * utilization)
 
 
 def figures_of(sizing: Sizing) -> Figures:
@@ -200,7 +200,12 @@ def figures_of(sizing: Sizing) -> Figures:
         decoding_concurrency=_concurrency(sizing.decoding()) or plan.max_concurrency,
         uniform_concurrency=_concurrency(sizing, hybrid=False),
         hit_unit=plan.hit_alignment if sizing.prefix_caching else 0,
-        warnings=(*(warning.message for warning in plan.warnings), *_odd_blocks(plan), *_left_out(sizing)),
+        warnings=(
+            *(warning.message for warning in plan.warnings),
+            *_odd_blocks(plan),
+            *_left_out(sizing),
+            *_too_long(sizing),
+        ),
     )
 
 
@@ -295,6 +300,14 @@ def _odd_blocks(plan: CachePlan) -> list[str]:
     chunks = [(group.spec.chunk, group.block_size) for group in attention if isinstance(group.spec, ChunkedLocalSpec)]
     uneven = sorted({(chunk, size) for chunk, size in chunks if chunk % size})
     return found + [f"chunks of {chunk} tokens begin inside blocks of {size}" for chunk, size in uneven]
+
+
+def _too_long(sizing: Sizing) -> list[str]:
+    """Return that requests may be longer than the model's positions reach."""
+    longest, asked = sizing.model.max_model_len, sizing.options.max_model_len
+    if not longest or asked <= longest:
+        return []
+    return [f"the context of {asked:,} tokens is above the model's {longest:,}, which vLLM refuses"]
 
 
 def _left_out(sizing: Sizing) -> list[str]:

@@ -60,7 +60,7 @@ def plan_command(
     ] = "0",
     context: Annotated[int, typer.Option(min=1, help="Longest request in tokens.")] = 32768,
     tensor_parallel: Ranks = 1,
-    cache_dtype: Annotated[str, typer.Option(help="bfloat16, float16 or fp8.")] = "bfloat16",
+    cache_dtype: Annotated[str, typer.Option(help="auto (of the checkpoint), bfloat16, float16 or fp8.")] = "auto",
     block_size: Annotated[int, typer.Option(min=1, help="Tokens per attention block.")] = 16,
     batched_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one step.")] = 8192,
     concurrent_batches: Annotated[int, typer.Option(min=1, help="Steps in flight.")] = 1,
