@@ -160,7 +160,7 @@ def check_transfer(holdings: Holdings, order: Transfer) -> None:
         raise InvalidArgument(
             f"rows {order.first_row} to {order.first_row + staged - 1} are needed, the staging buffer has {rows} rows",
             field="first_row",
-            remedy="use existing rows, or start the worker with a larger --staging-mib",
+            remedy="use existing rows, or start the worker with a larger --staging-size",
         )
 
 

@@ -82,6 +82,7 @@ _LEFT_OUT = {"fleet": ("service",), "router": ("service",), "health": _NOT_OF_PR
 FORMER = {
     "bench": {"blocks": "pool-blocks", "seconds": "duration"},
     "fleet": {"within": "request-timeout"},
+    "mrc": {"requests": "limit"},
     "plan": {"host": "host-size", "disk": "disk-size"},
     "replay": {"address": "service", "decode-step-us": "decode-step"},
     "worker": {"host-mib": "host-size", "disk-mib": "disk-size", "staging-mib": "staging-size"},

@@ -71,7 +71,7 @@ def remedies(address: str = "--service", variable: str = SERVICE_VARIABLE) -> It
     try:
         yield
     except DeadlineExceeded as error:
-        error.remedy = error.remedy or "give more time by --request-timeout, such as 60s"
+        error.remedy = "give more time by --request-timeout, such as 60s"
         raise
     except Unauthenticated as error:
         error.remedy = f"give --token-file, or set {TOKEN_VARIABLE}; `kvplane token` makes one"

@@ -197,6 +197,10 @@ Replica: TypeAlias = Annotated[str, typer.Argument(autocompletion=_complete_repl
 Wait: TypeAlias = Annotated[
     bool, typer.Option("--wait", help="Wait until it is possible and done: for a service, a step, an exit.")
 ]
+Decisions: TypeAlias = Annotated[
+    int | None,
+    typer.Option("--decisions", min=1, help="Stop after this number. Default: at Ctrl-C, or when the replica ends."),
+]
 Limit: TypeAlias = Annotated[int | None, typer.Option(min=1, help="Most requests that are listed or replayed.")]
 Log: TypeAlias = Annotated[
     bool, typer.Option("--log", help="It is a recording of decisions (kvplane record), which needs no service.")

@@ -10,27 +10,27 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvplane_tools.cli.client import client_of
-from kvplane_tools.cli.options import TABLE, Log, Output, given
+from kvplane_tools.cli.options import TABLE, Decisions, Limit, Log, Output, given
 from kvplane_tools.cli.output import columns, text_of
 
 if TYPE_CHECKING:
     from kvplane_tools.replay.pools import Curve, PoolHits
 
+_LAST_REQUESTS = 2000  # that run again by default
+
 
 def mrc_command(
     replica: Annotated[str, typer.Argument(help="Name of the replica, or with --log a recording (kvplane record).")],
     log: Log = False,
-    decisions: Annotated[
-        int | None, typer.Option(min=1, help="Follow a replica for this number of decisions. Default: until Ctrl-C.")
-    ] = None,
-    requests: Annotated[int, typer.Option(min=2, help="Run at most this number of requests, the last ones.")] = 2000,
+    decisions: Decisions = None,
+    limit: Limit = _LAST_REQUESTS,
     output: Output = TABLE,
 ) -> None:
     """Print what pools of 1/4 to 4 times the size would hit: the miss-ratio curve.
 
     The requests of a recording, or of a replica's decision log, run again in a pool of each size, by the allocator
     itself: it counts windows, states, and what running requests hold. Where the log no longer begins at the
-    registration, the replica is followed from now on; then, and of more requests than --requests, the first half only
+    registration, the replica is followed from now on; then, and of more requests than --limit, the first half only
     fills the pools. Where the curve is flat at the pool's size, more blocks add no hits.
     """
     from kvplane_tools.replay.pools import curve_of
@@ -40,7 +40,7 @@ def mrc_command(
         if not log:
             path = Path(folder) / "decisions"
             _follow(replica, path, decisions)
-        for curve in curve_of(path, requests):
+        for curve in curve_of(path, max(2, limit or _LAST_REQUESTS)):
             print(f"\r{len(curve.pools)} of {curve.num_sizes} pools", end="", file=sys.stderr, flush=True)
         print("\r\033[K" if sys.stderr.isatty() else "", file=sys.stderr, flush=True)
     print(text_of(lambda: _plain(curve), output, table=lambda: _table(curve)))

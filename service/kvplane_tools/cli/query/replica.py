@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvplane_tools.cli.client import client_of, grpcurl_line, remedies
-from kvplane_tools.cli.options import TABLE, Format, Grpcurl, Output, Replica, Shape, Watch, given, size_of
+from kvplane_tools.cli.options import TABLE, Decisions, Format, Grpcurl, Output, Replica, Shape, Watch, given, size_of
 from kvplane_tools.cli.output import (
     age,
     by_reason,
@@ -285,10 +285,7 @@ def _plain_batch(batch: EventBatch) -> dict[str, object]:
 def record_command(
     replica: Replica,
     file: Annotated[Path, typer.Argument(help="Output file. Must not exist.")],
-    decisions: Annotated[
-        int | None,
-        typer.Option(min=1, help="Stop after this number of decisions. Default: when the replica is deregistered."),
-    ] = None,
+    decisions: Decisions = None,
     from_now: Annotated[
         bool, typer.Option("--from-now", help="Begin with the state of the replica now, not with its registration.")
     ] = False,

@@ -17,11 +17,10 @@ from kvplane_tools.cli.output import age, columns, last_seen, repeat, show, stor
 if TYPE_CHECKING:
     from kvplane import Client
     from kvplane.v1.admin_pb2 import StatusResponse
-    from kvplane.v1.allocation_pb2 import DescribeReplicaResponse, ReplicaSummary
+    from kvplane.v1.allocation_pb2 import ReplicaSummary
     from kvplane_tools.cli.query.checks import Finding
 
 _PAGE = 1000
-MAX_DESCRIBED = 100  # replicas, in a table without -o wide
 _ALL = 1 << 30
 _PIPE_COLUMNS = 200
 _POLL_S = 0.2
@@ -77,8 +76,8 @@ def replicas_command(output: Output = TABLE, watch: Watch = None, grpcurl: Grpcu
         show(
             answer,
             output,
-            table=lambda: _table(client, answer.replicas, is_wide=False),
-            wide=lambda: _table(client, answer.replicas, is_wide=True),
+            table=lambda: columns([_HEADINGS, *map(_row, answer.replicas)]),
+            wide=lambda: _wide_table(client, answer.replicas),
             name=lambda: "\n".join(one.replica for one in answer.replicas),
         )
 
@@ -90,37 +89,29 @@ _HEADINGS = ("REPLICA", "STATE", "RUNNING", "WAITING", "HIT", "BLOCKS", "FREE", 
 _MORE = ("PREEMPTED", "WORKERS", "STORE", "EPOCH", "AGE", "MODEL")
 
 
-def _table(client: Client, replicas: Sequence[ReplicaSummary], is_wide: bool) -> str:
-    """Return the table with what DescribeReplica adds, which takes a call for each replica: without -o wide for the
-    first MAX_DESCRIBED only.
-    """
-    rows: list[tuple[str, ...]] = [_HEADINGS + (_MORE if is_wide else ())]
-    for number, one in enumerate(replicas):
-        details = next(described(client, [one]), None) if is_wide or number < MAX_DESCRIBED else None
-        rows.append(_row(one, details) + (_more(one, details) if is_wide else ()))
-    return columns(rows)
-
-
-def _row(one: ReplicaSummary, details: DescribeReplicaResponse | None) -> tuple[str, ...]:
+def _row(one: ReplicaSummary) -> tuple[str, ...]:
     from kvplane.v1.allocation_pb2 import ReplicaState
 
-    usable, hit = one.num_blocks - 1, "-"
+    usable = one.num_blocks - 1
     waiting = f"{one.waiting_requests:,}" if one.HasField("waiting_requests") else "-"
-    if details is not None:
-        counters = details.counters
-        hit = f"{counters.hit_tokens / counters.queried_tokens:.0%}" if counters.queried_tokens else "-"
+    hit = f"{one.hit_tokens / one.queried_tokens:.0%}" if one.queried_tokens else "-"
     held = f"{1 - one.free_blocks / max(1, usable):.0%}"
     state = word(ReplicaState.Name(one.state), "REPLICA_STATE_")
     pool = hit, f"{usable:,}", f"{one.free_blocks:,}", held
     return one.replica, state, f"{one.running_requests:,}", waiting, *pool, last_seen(one)
 
 
-def _more(one: ReplicaSummary, details: DescribeReplicaResponse | None) -> tuple[str, ...]:
-    if details is None:  # it was deregistered since it was listed
-        return "-", "-", "-", str(one.epoch), age(one.age_ms), one.model_name or "-"
-    workers = f"{len(details.workers)} of {details.num_ranks}"
-    more = f"{details.counters.preempted:,}", workers, store_word(details.store), str(one.epoch)
-    return *more, age(one.age_ms), one.model_name or "-"
+def _wide_table(client: Client, replicas: Sequence[ReplicaSummary]) -> str:
+    """Return the table with what DescribeReplica adds, which takes a call for each replica."""
+    rows: list[tuple[str, ...]] = [_HEADINGS + _MORE]
+    for one in replicas:
+        details = next(described(client, [one]), None)  # None: it was deregistered since it was listed
+        more = ("-", "-", "-")
+        if details is not None:
+            workers = f"{len(details.workers)} of {details.num_ranks}"
+            more = (f"{details.counters.preempted:,}", workers, store_word(details.store))
+        rows.append((*_row(one), *more, str(one.epoch), age(one.age_ms), one.model_name or "-"))
+    return columns(rows)
 
 
 def top_command(
