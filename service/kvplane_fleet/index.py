@@ -173,6 +173,12 @@ class Index:
         copies, bits, table = self._copies[cell], self._sets.bits, self._table
         return {key: 1 + copies.get(key, 0) for key, number in table.items() if bits[number] >> cell & 1}
 
+    def packed_keys(self, cell: int, key_bytes: int) -> bytes:
+        """Return the ends of the keys of a cell, big-endian, each as often as it has copies."""
+        mask = (1 << 8 * key_bytes) - 1
+        keys = self.keys_of(cell).items()
+        return b"".join((key & mask).to_bytes(key_bytes, "big") * copies for key, copies in keys)
+
     # -- look-up -----------------------------------------------------------------------------------------------------
 
     def find(self, keys: Sequence[int]) -> Found:

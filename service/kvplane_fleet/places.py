@@ -19,6 +19,7 @@ from kvplane_fleet.native import NativeIndex
 from kvplane_fleet.returns import Returns
 from kvplane_fleet.settings import PlaceSettings
 from kvplane_fleet.wire.events import (
+    KEY_BYTES,
     WHOLE_KEY_BYTES,
     Batch,
     Cleared,
@@ -204,6 +205,11 @@ class Place:
     def content(self) -> dict[tuple[Tier, int], dict[int, int]]:
         """Return the keys by tier and group, with their numbers of copies; it reads the whole index."""
         return {named: self._index.keys_of(cell) for named, cell in self.cells.items()}
+
+    def packed_content(self) -> dict[tuple[Tier, int], bytes]:
+        """Return the keys by tier and group, each of `key_bytes` and as often as it has copies."""
+        width = self.key_bytes or KEY_BYTES
+        return {named: self._index.packed_keys(cell, width) for named, cell in self.cells.items()}
 
     # -- claims ------------------------------------------------------------------------------------------------------
 

@@ -48,6 +48,10 @@ def test_the_index_equals_a_multiset(seed, kind, monkeypatch):
         assert all(index.size(one) == len(keys) for one, keys in model.items())
     for cell, counts in model.items():
         assert index.keys_of(cell) == counts
+        for size in (8, 16):
+            packed, ends = index.packed_keys(cell, size), Counter(key % (1 << 8 * size) for key in counts.elements())
+            ends_found = Counter(packed[at : at + size] for at in range(0, len(packed), size))
+            assert ends_found == {end.to_bytes(size, "big"): count for end, count in ends.items()}
         assert index.digest(cell) == (counts.total(), sum(counts.elements()) % (1 << 128))
     for run in runs:
         found = index.find(run)

@@ -86,6 +86,11 @@ class NativeIndex:
         keys: dict[int, int] = self._native.keys_of(self._index, cell)
         return keys
 
+    def packed_keys(self, cell: int, key_bytes: int) -> bytes:
+        """See Index."""
+        packed: bytes = self._native.packed_keys(self._index, cell, key_bytes // 8)
+        return packed
+
     def find(self, keys: Sequence[int]) -> Found:
         """See Index."""
         sets, positions = self._native.find(self._index, keys)

@@ -233,6 +233,23 @@ PyObject* KeysOf(PyObject*, PyObject* arguments) {
     });
 }
 
+// packed_keys(index, cell, words) -> the keys of a cell, each as often as it has copies, as big-endian words of 64 bits:
+// the last one, or both
+PyObject* PackedKeys(PyObject*, PyObject* arguments) {
+    return Guarded([&] {
+        const Table& table = TableOf(arguments);
+        const Int words = ReadInt(At(arguments, 2));
+        Check(words == 1 || words == 2);
+        std::string packed;
+        table.ForEach(CellOf(table, arguments), [&](Key key, uint64_t copies) {
+            const uint64_t both[] = {__builtin_bswap64(key.high), __builtin_bswap64(key.low)};
+            const char* const last = reinterpret_cast<const char*>(both + 2);
+            for (; copies > 0; --copies) packed.append(last - 8 * words, static_cast<size_t>(8 * words));
+        });
+        return PyBytes_FromStringAndSize(packed.data(), static_cast<Py_ssize_t>(packed.size()));
+    });
+}
+
 // find(index, keys) -> ([little-endian bits of a set, ...], u32 per key: which of them)
 PyObject* Find(PyObject*, PyObject* arguments) {
     return Guarded([&] {
@@ -350,6 +367,7 @@ PyMethodDef kMethods[] = {
     {"digest", Digest, METH_VARARGS, nullptr},    {"size", Size, METH_VARARGS, nullptr},
     {"totals", Totals, METH_VARARGS, nullptr},
     {"add", Add, METH_VARARGS, nullptr},          {"remove", Remove, METH_VARARGS, nullptr},
+    {"packed_keys", PackedKeys, METH_VARARGS, nullptr},
     {"keys_of", KeysOf, METH_VARARGS, nullptr},   {"find", Find, METH_VARARGS, nullptr},
     {"layout", MakeLayout, METH_VARARGS, nullptr}, {"claims", Claims, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},

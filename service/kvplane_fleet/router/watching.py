@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from itertools import chain
 
 from kvplane.base.errors import LimitExceeded, Unavailable
 from kvplane.v1 import routing_pb2 as pb
 from kvplane_fleet.fleet import Fleet
 from kvplane_fleet.places import Place
 from kvplane_fleet.router import messages
-from kvplane_fleet.wire.events import Cleared, Event, GroupFormat, Removed, Stored, Tier
+from kvplane_fleet.wire.events import KEY_BYTES, Cleared, Event, GroupFormat, Removed, Stored, Tier
 
 MAX_WATCHERS = 64
 MAX_OF_OWNER = 16
@@ -80,10 +81,11 @@ class Watching:
                 if name not in self._fleet.followed:
                     continue
                 place = self._fleet.followed[name].place
-                entries = list(_entries(name, place))
+                entries = _entries(name, place)
+                first = next(entries, None)  # reads all of them, at this moment
                 place.watchers.append(watcher.take)
                 places.append(place)
-                for message in entries:
+                for message in () if first is None else chain((first,), entries):
                     yield message
             yield pb.WatchIndexResponse(snapshot_end=True)
             while True:
@@ -102,25 +104,26 @@ class Watching:
 
 
 def _entries(name: str, place: Place) -> Iterator[pb.WatchIndexResponse]:
-    for (tier, group), keys in place.content().items():
-        form = place.formats.get(group)
-        copies = [key for key, times in keys.items() for _ in range(times)]
-        for first in range(0, max(len(copies), 1), KEYS_AT_ONCE):
-            part = copies[first : first + KEYS_AT_ONCE]
-            yield pb.WatchIndexResponse(place=name, stored=_keys(group, tier, part, place.key_bytes, form))
+    key_bytes, size = place.key_bytes, KEYS_AT_ONCE * (place.key_bytes or KEY_BYTES)
+    forms = dict(place.formats)
+    for (tier, group), packed in place.packed_content().items():
+        form = forms.get(group)
+        for first in range(0, max(len(packed), 1), size):
+            keys = _keys(group, tier, packed[first : first + size], key_bytes, form)
+            yield pb.WatchIndexResponse(place=name, stored=keys)
 
 
 def _change(place: str, event: Event) -> pb.WatchIndexResponse:
     if isinstance(event, Cleared):
         return pb.WatchIndexResponse(place=place, cleared=True)
     form = event.form if isinstance(event, Stored) else None
-    keys = _keys(event.group, event.tier, event.keys, event.key_bytes, form)
+    packed = messages.pack_keys(event.keys, event.key_bytes)
+    keys = _keys(event.group, event.tier, packed, event.key_bytes, form)
     if isinstance(event, Removed):
         return pb.WatchIndexResponse(place=place, removed=keys)
     return pb.WatchIndexResponse(place=place, stored=keys)
 
 
-def _keys(group: int, tier: Tier, keys: Sequence[int], key_bytes: int, form: GroupFormat | None) -> pb.IndexKeys:
+def _keys(group: int, tier: Tier, packed: bytes, key_bytes: int, form: GroupFormat | None) -> pb.IndexKeys:
     known = None if form is None else messages.encode_group(group, form)
-    packed = messages.pack_keys(keys, key_bytes)
     return pb.IndexKeys(group=group, tier=tier.value, keys=packed, form=known, key_bytes=key_bytes)
