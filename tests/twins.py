@@ -15,7 +15,6 @@ import runpy
 import sys
 import threading
 from array import array
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
@@ -259,7 +258,7 @@ def free_when_silent(real: Real) -> Real:
 
     def expire(self: Any) -> None:
         if self.state.value == "lapsed":
-            deque(self.replica.tracker.abandon(), 0)
+            self.replica.tracker.abandon()
         real(self)
 
     return expire

@@ -167,10 +167,10 @@ def test_an_image_is_written_in_slices_between_which_nothing_changes():
     assert len(pieces) > 5
     assert b"".join(pieces) == export_state(Replica(core.spec))
     walk = begin_save(core.core)
-    assert _native.save(walk)
+    assert _native.advance(walk)
     core.apply(Step(0, 1, [Part()]))
-    with pytest.raises(AssertionError, match="the state changed while it was saved"):
-        _native.save(walk)
+    with pytest.raises(AssertionError, match="the state changed during a walk over it"):
+        _native.advance(walk)
 
 
 @pytest.mark.parametrize("blocks", [1, 7, 8, 50])

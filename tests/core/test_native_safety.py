@@ -178,12 +178,12 @@ def capsule(*groups, **changes):
 
 
 def begin_save(core, shown=(), run=4096):
-    return _native.begin_save(core, (b"", True, shown or array("Q"), [], True, False, run))
+    return _native.begin_save(core, (b"", shown or array("Q"), [], True, False, run))
 
 
 def saved(core):
     """The image of a core."""
-    return b"".join(iter(partial(_native.save, begin_save(core)), None))
+    return b"".join(iter(partial(_native.advance, begin_save(core)), None))
 
 
 def recovered(core, **changes):
@@ -204,13 +204,10 @@ SPEC_OF_50: tuple[list[int], list[list[int]], list[tuple[int, int]], tuple[bytes
     HASHING,
 )
 ARGUMENTS = {
-    "drop_keys of a block before the first": lambda core: _native.drop_keys(core, -1, 10, None),
-    "drop_keys of a block behind the last": lambda core: _native.drop_keys(core, 102, 10, None),
-    "drop_keys of no block": lambda core: _native.drop_keys(core, 0, 0, None),
-    "drop_keys of more blocks than there are numbers": lambda core: _native.drop_keys(core, 1, (1 << 63) - 1, None),
-    "drop_keys with stamps of another size": lambda core: _native.drop_keys(core, 0, 10, array("I", [0] * 101)),
-    "put_unkeyed_first of no block": lambda core: _native.put_unkeyed_first(core, True, -1),
-    "abandon of no request": lambda core: _native.abandon(core, True, 0, 10),
+    "begin_end with slices of no block": lambda core: _native.begin_end(core, array("Q"), 0),
+    "begin_end with slices of more blocks than there are numbers":
+        lambda core: _native.begin_end(core, array("Q"), (1 << 63) - 1),
+    "begin_end with stamps of another size": lambda core: _native.begin_end(core, array("I", [0] * 101), 10),
     "enter_epoch with a number of 25 bits": lambda core: _native.enter_epoch(core, 1 << 24, [], False),
     "enter_epoch with a negative number": lambda core: _native.enter_epoch(core, -1, [], False),
     "enter_epoch with a block behind the last": lambda core: _native.enter_epoch(core, 1, [101], False),
@@ -250,7 +247,6 @@ ARGUMENTS = {
     "set_hash_tail of a slot without a request": lambda core: _native.set_hash_tail(core, 5, b""),
     "set_hash_tail of a whole block": lambda core: _native.set_hash_tail(core, 0, bytes(16)),
     "tier_keys of a tier that is not there": lambda core: _native.tier_keys(core, 0, -1, 9),
-    "end_tier of a tier that is not there": lambda core: _native.end_tier(core, 0, -1, 9, array("Q")),
     "tier_of a negative group": lambda core: _native.tier_of(core, "", -1, b"d" * 32),
     "keys of a slot without tiers": lambda core: _native.keys(core, [101]),
     "install_slots without tiers": lambda core: _native.install_slots(core, [(101, "", 0, b"d" * 32, 1)]),
@@ -270,4 +266,4 @@ def test_the_arguments_of_these_tests_are_refused_for_the_fault_that_they_name()
     core = capsule()
     assert _native.prepare(*recovered(core)) is not None
     _native.new(*SPEC_OF_50)
-    assert _native.drop_keys(core, 0, 101, array("Q", [0] * 101)) == 101
+    assert _native.advance(_native.begin_end(core, array("Q", [0] * 101), 10)) is True

@@ -239,7 +239,7 @@ def test_the_check_of_a_compiled_core_reads_nothing_after_a_change():
     slices = core.check_in_slices()
     next(slices)
     core.apply(Step(0, 1, [REQUEST]))
-    with pytest.raises(AssertionError, match="the state changed during a check of it"):
+    with pytest.raises(AssertionError, match="the state changed during a walk over it"):
         next(slices)
 
 

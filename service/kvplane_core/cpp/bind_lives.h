@@ -1,7 +1,8 @@
 // Functions of the module `_native` that begin and end engine lives.
 #pragma once
 
-#include "bind.h"
+#include "bind_walk.h"
+#include "check/slices.h"
 #include "dropping.h"
 #include "recovery.h"
 
@@ -11,52 +12,59 @@ constexpr const char* kPool = "kvplane.pool";
 
 inline void DestroyPool(PyObject* capsule) { delete static_cast<BlockPool*>(PyCapsule_GetPointer(capsule, kPool)); }
 
-// abandon(core, begins, most requests, most blocks) -> whether requests are left to release
-inline PyObject* Abandon(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        Core& core = CoreOf(At(arguments, 0));
-        const bool begins = IsTrue(At(arguments, 1));
-        const Int most = Number(At(arguments, 2)), most_blocks = Number(At(arguments, 3));
-        Check(most > 0 && most_blocks > 0);
-        return Change(core, [&](Replica& replica) {
-            if (begins) replica.tracker.NoteUnderLoad();
-            const bool has_more = replica.tracker.AbandonSome(most, most_blocks);
-            if (!has_more) replica.blocks.pool.retained.Suspend();
-            return PyBool_FromLong(has_more);
-        });
-    });
+constexpr Int kEndedRequests = 64;  // of one slice; one of a few hundred blocks takes about 50 us
+constexpr Int kEndedSlots = 1024;   // of a tier
+
+// Ends an engine life: releases all requests, and drops the keys that the page memory does not confirm. At each pause
+// the invariants hold, and the work may begin again. `most`: blocks of a slice.
+inline Slices EndLife(Replica& replica, Shown shown, Int most) {
+    BlockPool& pool = replica.blocks.pool;
+    Tiers& tiers = replica.blocks.tiers;
+    replica.tracker.NoteUnderLoad();
+    while (replica.tracker.AbandonSome(kEndedRequests, most)) co_yield Pause();
+    pool.retained.Suspend();
+    if (pool.index.count() > 0) {
+        if (!shown.size && replica.keeps_keys) {
+            replica.keeps_keys = false;
+            tiers.Clear();  // the only event is that no key is left
+            if (replica.spec.events) pool.AddEvent({.kind = kCleared});
+        }
+        KeyDropper dropper(pool);
+        for (Int block = 0; block < pool.num_blocks;) {
+            block = replica.keeps_keys ? dropper.DropUnproven(block, most, shown) : dropper.DropAll(block, most);
+            co_yield Pause();
+        }
+        const auto has_key = [&](Block block) { return pool.HasKey(block); };
+        const auto count = static_cast<size_t>(most);
+        for (bool begins = true; pool.split ? pool.split->PutUnkeyedFirst(begins, count, has_key)
+                                            : pool.free.PutUnkeyedFirst(begins, count, has_key);
+             begins = false)
+            co_yield Pause();
+    }
+    for (Tier& tier : tiers.each) {
+        for (Int last = kNoSlot; tiers.EndEpoch(tier, &last, kEndedSlots, shown);) co_yield Pause();
+    }
 }
 
-// drop_keys(core, first, count, stamps of the memory or None) -> the block to go on with
-inline PyObject* DropKeys(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        Core& core = CoreOf(At(arguments, 0));
-        const Int first = Number(At(arguments, 1)), count = Number(At(arguments, 2));
-        Check(first >= 0 && first <= core.replica.spec.num_blocks && count > 0 && count <= kMaxTokens);
-        std::optional<Buffer<uint64_t>> shown;
-        if (At(arguments, 3) != Py_None) shown.emplace(At(arguments, 3));
-        return Change(core, [&](Replica& replica) {
-            KeyDropper dropper(replica.blocks.pool);
-            return ToPy(shown ? dropper.DropUnproven(first, count, Shown{shown->data, shown->size})
-                              : dropper.DropAll(first, count));
-        });
-    });
-}
+struct EndWalk : Walk {
+    EndWalk(PyObject* core_capsule, Core& core, PyObject* stamps, Int most)
+        : Walk(core_capsule, core), shown(stamps), work(EndLife(core.replica, Shown{shown.data, shown.size}, most)) {}
 
-// put_unkeyed_first(core, begins, count) -> whether blocks are left
-inline PyObject* PutUnkeyedFirst(PyObject*, PyObject* arguments) {
+    PyObject* Next(Core& core) override {
+        return Change(core, [&](Replica&) { return PyBool_FromLong(work.Next()); });
+    }
+
+    Buffer<uint64_t> shown;
+    Slices work;
+};
+
+// begin_end(core, stamps of the memory, blocks of a slice) -> a walk that ends the engine life
+inline PyObject* BeginEnd(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
-        Core& core = CoreOf(At(arguments, 0));
-        const bool begins = IsTrue(At(arguments, 1));
-        const Int count = Number(At(arguments, 2));
-        Check(count > 0);
-        return Change(core, [&](Replica& replica) {
-            BlockPool& pool = replica.blocks.pool;
-            const auto has_key = [&](Block block) { return pool.HasKey(block); };
-            const auto most = static_cast<size_t>(count);
-            return PyBool_FromLong(pool.split ? pool.split->PutUnkeyedFirst(begins, most, has_key)
-                                              : pool.free.PutUnkeyedFirst(begins, most, has_key));
-        });
+        const Int most = Number(At(arguments, 2));
+        Check(most > 0 && most <= kMaxTokens);
+        PyObject* const capsule = At(arguments, 0);
+        return WalkToPy(std::make_unique<EndWalk>(capsule, CoreOf(capsule), At(arguments, 1), most));
     });
 }
 

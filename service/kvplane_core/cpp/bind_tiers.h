@@ -87,36 +87,6 @@ inline PyObject* TakeTierEvents(PyObject*, PyObject* arguments) {
     });
 }
 
-// lose_tiers(core): forgets all keys of the tiers; the only event is that no key is left
-inline PyObject* LoseTiers(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        return Change(CoreOf(At(arguments, 0)), [](Replica& replica) {
-            replica.blocks.tiers.Clear();
-            if (replica.spec.events) replica.blocks.pool.AddEvent({.kind = kCleared});
-            return Py_NewRef(Py_None);
-        });
-    });
-}
-
-// end_tier(core, number, the last slot that is kept or -1, count, stamps of the memory) -> the slot to go on behind;
-// None: no slot is left
-inline PyObject* EndTier(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        Core& core = CoreOf(At(arguments, 0));
-        const Tier& found = TierIn(core.replica.blocks.tiers, Number(At(arguments, 1)));
-        const size_t number = static_cast<size_t>(found.number);
-        Int last = Number(At(arguments, 2));
-        const Int count = Number(At(arguments, 3));
-        Check(count > 0 && (last == kNoSlot || (last >= 0 && last < found.num_used() && found.HasKey(last))));
-        const Buffer<uint64_t> shown(At(arguments, 4));
-        return Change(core, [&](Replica& replica) {
-            Tiers& tiers = replica.blocks.tiers;
-            const bool more = tiers.EndEpoch(tiers.each[number], &last, count, Shown{shown.data, shown.size});
-            return more ? ToPy(last) : Py_NewRef(Py_None);
-        });
-    });
-}
-
 // install_slots(core, [(id, domain, group, digest, version)]): the one to evict first first
 inline PyObject* InstallSlots(PyObject*, PyObject* arguments) {
     struct Row {

@@ -90,6 +90,7 @@ class Replica {
         HoldBusy(pool, under_load);
         blocks.tiers.BeginEpoch(epoch, memory_is_new, shown);
         pool.retained.Resume();
+        keeps_keys = true;
         seq = 0;
     }
 
@@ -101,6 +102,7 @@ class Replica {
     InFlightTracker tracker;
     FactApplier facts;
     Int seq = 0;
+    bool keeps_keys = true;  // false while an engine life begins without a stamp table
     Shown shown;  // while a step with an image is applied: what the memory had when the engine life began
 
   private:

@@ -18,7 +18,6 @@ constexpr std::array<const char*, 4> kPolicyNames{"lru", "window_tail", "turn_ta
 // What an image has that the core does not, and what is left out of it.
 struct ImageTerms {
     std::vector<uint8_t> spec{};  // its digest
-    bool keeps_keys = true;
     std::vector<uint64_t> shown{};  // stamps of the memory when the engine life began
     std::map<Int, std::vector<uint8_t>> hashers{};  // by slot: the packed state of a hasher; to save, of those outside
     bool with_statistics = true, hashed = false;  // hashed: without the states of hashers
@@ -34,7 +33,7 @@ class StateFields {
     void Terms(ImageTerms& terms) {
         image.Begin('L', 3);
         image.Number(replica.seq, kCount);
-        image.Flag(terms.keeps_keys);
+        image.Flag(replica.keeps_keys);
         image.Words(terms.shown);
         image.Holds(terms.shown.size() <= pool.stamp.size(), "has more stamps than blocks");
     }

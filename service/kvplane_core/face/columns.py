@@ -84,6 +84,3 @@ def rows_in_order(values: Words) -> Ints:
     values.sort()
     values &= np.uint64((1 << bits) - 1)
     return values.view(np.int64)
-
-
-SLICE_REQUESTS = 64  # requests freed in one slice; a request of a few hundred blocks takes about 50 us

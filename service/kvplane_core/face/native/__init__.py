@@ -23,7 +23,7 @@ from kvplane.base.step import (
 )
 from kvplane_core.cpp import _native
 from kvplane_core.face.cache_events import CacheEvents
-from kvplane_core.face.columns import SLICE_BLOCKS, SLICE_REQUESTS
+from kvplane_core.face.columns import SLICE_BLOCKS
 from kvplane_core.face.contents import hash_alone
 from kvplane_core.face.counters import Counters, GroupCounters, Residency
 from kvplane_core.face.entries import Entries
@@ -43,7 +43,6 @@ from kvplane_core.face.native.published import events_of_keys, published
 from kvplane_core.face.native.row_views import NativeCoordinator, NativeTracker
 from kvplane_core.face.native.settings import of_group, of_hashes, of_tiers, settings
 from kvplane_core.face.native.tiers import NativeTiers, stamps_of
-from kvplane_core.face.native.tiers import end_epoch as end_epoch_of_tiers
 from kvplane_core.face.native.views import NativeEvents, NativeGroup, NativeRequests
 from kvplane_core.face.packed_values import ValueReader, pack_value
 from kvplane_core.face.reasons import Refusal
@@ -71,7 +70,6 @@ class NativeReplica:
     def __init__(self, spec: ReplicaSpec) -> None:
         """Raise InvalidArgument if fields of the spec contradict each other."""
         check_spec(spec)
-        self._keeps_keys = True  # False while an engine life begins without a stamp table
         # Stamps of the memory when this engine life began, for an image.
         self._shown: array[int] | memoryview = array("Q")
         self._make(spec)
@@ -87,7 +85,7 @@ class NativeReplica:
         made = cls.__new__(cls)
         made._make(spec)
         try:
-            made._keeps_keys, shown, hashers = _native.load(made._core, spec_digests(spec), image)
+            shown, hashers = _native.load(made._core, spec_digests(spec), image)
         except ValueError as error:
             raise not_loaded(*error.args) from error
         made._shown = array("Q", shown)
@@ -176,32 +174,10 @@ class NativeReplica:
 
     def end_epoch(self, stamp_table: Sequence[int] = ()) -> Generator[None]:
         """Do the long part of `begin_epoch`, in slices, see `Replica.end_epoch`."""
-        core = self._core
-        begins = True
-        while _native.abandon(core, begins, SLICE_REQUESTS, SLICE_BLOCKS):
-            begins = False
+        walk = _native.begin_end(self._core, stamps_of(stamp_table), SLICE_BLOCKS)
+        while _native.advance(walk):
             yield
         self.hashers.clear()
-        if self.count_keys():
-            yield from self._drop_unproven(stamp_table)
-        yield from end_epoch_of_tiers(core, self.spec, stamp_table)
-
-    def _drop_unproven(self, stamp_table: Sequence[int]) -> Generator[None]:
-        core = self._core
-        if not stamp_table and self._keeps_keys:
-            self._keeps_keys = False
-            _native.lose_tiers(core)
-        shown = None
-        if self._keeps_keys:
-            shown = stamp_table if isinstance(stamp_table, array | memoryview) else array("Q", stamp_table)
-        first = 0
-        while first < self.spec.num_blocks:
-            first = _native.drop_keys(core, first, SLICE_BLOCKS, shown)
-            yield
-        begins = True
-        while _native.put_unkeyed_first(core, begins, SLICE_BLOCKS):
-            begins = False
-            yield
 
     def enter_epoch(
         self, epoch: int, stamp_table: Sequence[int] = (), busy: Iterable[int] = (), memory_is_new: bool = False
@@ -209,7 +185,7 @@ class NativeReplica:
         """Do the short part of `begin_epoch`, see `Replica.enter_epoch`."""
         shown = stamps_of(stamp_table)
         _native.enter_epoch(self._core, epoch, list(busy), memory_is_new, shown)
-        self._keeps_keys, self._shown = True, shown[: self.spec.num_blocks]
+        self._shown = shown[: self.spec.num_blocks]
         return self.count_keys()
 
     def recover(
@@ -269,9 +245,9 @@ class NativeReplica:
         """
         hashers = [(slot, pack_value(hasher_state(one))) for slot, one in self.hashers.outside()]
         shown = array("Q", self._shown)
-        terms = spec_digests(self.spec)[0], self._keeps_keys, shown, hashers, with_statistics, hashed, SLICE_BLOCKS
+        terms = spec_digests(self.spec)[0], shown, hashers, with_statistics, hashed, SLICE_BLOCKS
         walk, pieces = _native.begin_save(self._core, terms), list[bytes]()
-        while (piece := _native.save(walk)) is not None:
+        while isinstance(piece := _native.advance(walk), bytes):
             pieces.append(piece)
         return iter(pieces)
 
@@ -281,7 +257,7 @@ class NativeReplica:
     def check_in_slices(self) -> Generator[None]:
         """Check the invariants of the compiled structures, see `Replica.check_in_slices`."""
         walk = _native.begin_check(self._core)
-        while (found := _native.check(walk)) is True:
+        while (found := _native.advance(walk)) is True:
             yield
         if isinstance(found, tuple):
             raise BrokenInvariant(*found)

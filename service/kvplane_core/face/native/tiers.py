@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from kvplane.base.groups import Medium, ReplicaSpec
 from kvplane.base.step import CacheEvent
 from kvplane_core.cpp import _native
-from kvplane_core.face.columns import PIECE, SLICE_BLOCKS
+from kvplane_core.face.columns import SLICE_BLOCKS
 from kvplane_core.face.counters import GroupUse, TierCounters
 from kvplane_core.face.entries import stored_events
 from kvplane_core.face.keys import Key
@@ -105,13 +105,3 @@ def keys_of(core: object, number: int, num_slots: int) -> list[tuple[tuple[int, 
 def stamps_of(shown: Sequence[int]) -> array[int] | memoryview:
     """Return a stamp table as the core reads it."""
     return shown if isinstance(shown, array | memoryview) else array("Q", shown)
-
-
-def end_epoch(core: object, spec: ReplicaSpec, shown: Sequence[int]) -> Iterator[None]:
-    """Do what `Tiers.end_epoch` does, in slices."""
-    stamps = stamps_of(shown)
-    for number in range(len(spec.tiers)):
-        last: int | None = -1
-        while last is not None:
-            last = _native.end_tier(core, number, last, PIECE, stamps)
-            yield
