@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import cast
 
 import pytest
@@ -55,7 +56,7 @@ def test_top_once_prints_a_sorted_and_filtered_table(service, kvplane):
     lines = table()
     assert len(lines) == NUM_REPLICAS + 1
     assert lines[0] == [column.title for column in COLUMNS]
-    assert {line[TITLES.index("steps/s")] for line in lines[1:]} == {"-"}, "a rate is known from two samples"
+    assert {line[TITLES.index("steps/s")] for line in lines[1:]} == {"0"}, "a rate is known from two samples"
     assert [line[0] for line in lines[1:4]] == ["r000", "r001", "r002"]
     assert table("--sort", "running")[1][:2] == ["r007", "live"]
     assert table("--sort", "-held")[-1][0] == "r007"
@@ -93,6 +94,16 @@ def test_a_sample_describes_what_is_on_the_screen_and_the_others_in_turn(service
         ordered = order_of("running", "").apply(rows)
         assert ordered[0].summary.replica == "r007"
         assert ordered[0].hit_share == 0.0
+
+
+def test_once_has_rates_also_as_json(service, kvplane):
+    once = ("top", "--once", "--interval", "100ms", "--service", service.address)
+    code, out, _ = kvplane(*once, "-o", "json")
+    assert code == 0
+    rows = json.loads(out)["replicas"]
+    assert rows
+    assert all(row["steps/s"] == 0 for row in rows)
+    assert kvplane(*once, "-o", "name")[1].split() == [row["replica"] for row in rows]
 
 
 def test_rows_without_a_value_are_last_in_both_directions(service):

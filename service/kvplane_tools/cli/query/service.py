@@ -125,7 +125,7 @@ def top_command(
     """Watch the replicas of a service as a table: pools, hits, steps, preemptions, refusals.
 
     Keys: arrows move, Enter shows one replica with its requests, Escape goes back; s sorts by the next column, r
-    reverses, / filters, p pauses, q quits. A click on a heading sorts.
+    reverses, / filters, p pauses, q quits. A click on a heading sorts. --once looks twice, --interval apart.
     """
     from kvplane_tools.cli.views.fleet import order_of
 
@@ -136,7 +136,10 @@ def top_command(
 
             from kvplane_tools.cli.views.fleet import Fleet, fleet_table, names_of, plain_rows
 
-            rows = Fleet(client).sample(time.monotonic(), most=_ALL)
+            fleet = Fleet(client)
+            if fleet.sample(time.monotonic(), most=_ALL):
+                time.sleep(interval)  # rates take two samples
+            rows = fleet.sample(time.monotonic(), most=_ALL)
             if output.format in (Format.TABLE, Format.WIDE):
                 Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS).print(fleet_table(order, rows))
             else:
