@@ -233,8 +233,8 @@ PyObject* KeysOf(PyObject*, PyObject* arguments) {
     });
 }
 
-// packed_keys(index, cell, words) -> the keys of a cell, each as often as it has copies, as big-endian words of 64 bits:
-// the last one, or both
+// packed_keys(index, cell, words) -> the keys of a cell, each as often as it has copies, as big-endian words of 64
+// bits: the last one, or both
 PyObject* PackedKeys(PyObject*, PyObject* arguments) {
     return Guarded([&] {
         const Table& table = TableOf(arguments);
