@@ -1,7 +1,7 @@
 """What `options_of` makes of options and settings of vLLM: `python tests/vllm/option_cases.py CASES`.
 
-CASES is JSON: by name, the options of kvplane and the rank and size of data parallelism. Prints as JSON the options, or
-the field and the text of the refusal. Runs in the environment of vLLM (`environment`).
+CASES is JSON: by name, the options of kvplane, the rank and size of data parallelism, and switches of vLLM. Prints as
+JSON the options, or the field and the text of the refusal. Runs in the environment of vLLM (`environment`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ def main(cases: dict[str, list[Any]]) -> None:
     """Check each case, and print the results."""
     config = EngineArgs(model=str(MODEL), skip_tokenizer_init=True).create_engine_config()
     found: dict[str, Any] = {}
-    for name, (given, rank, size) in cases.items():
+    for name, (given, rank, size, *more) in cases.items():
         config.additional_config = {"kvplane": given}
         config.parallel_config.data_parallel_index, config.parallel_config.data_parallel_size = rank, size
+        config.observability_config.kv_cache_metrics = "kv_cache_metrics" in more
         try:
             found[name] = options_of(config)
         except KvplaneError as error:

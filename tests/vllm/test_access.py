@@ -114,3 +114,10 @@ def test_ranks_of_data_parallelism_have_replicas_of_their_own(mode):
     assert [found[name][0] for name in ("shared", "shared_dense")] == [f"{FIELD}.replica"] * 2
     assert found["shared_worker"][0] == f"{FIELD}.worker"
     assert "{dp_rank}" in found["shared"][1]
+
+
+@pytest.mark.parametrize("given", [{}, SERVICE], ids=["inprocess", "mirror"])
+def test_metrics_of_vllms_own_block_pool_are_refused_by_name(given):
+    found = cases(asked=[given, 0, 1, "kv_cache_metrics"], not_asked=[given, 0, 1])
+    assert found["asked"][0] == "observability_config.kv_cache_metrics"
+    assert found["not_asked"] == given

@@ -76,6 +76,18 @@ def test_all_decisions_equal_those_of_stock(model):
     assert ours["removed"] >= 0.3 * ours["stored"] > 0
 
 
+@pytest.mark.parametrize("model", ["llama", "gemma3"])
+def test_hits_are_announced_again_to_clients_that_ask_for_it(model):
+    """`kv_cache_report_mode`: "full"."""
+    stock, ours, without = (
+        run(model, "stock", 2, "--full"),
+        run(model, "kvplane", 2, "--full"),
+        run(model, "kvplane", 2),
+    )
+    assert differing(stock, ours) == {}
+    assert ours["stored"] > without["stored"]
+
+
 @pytest.mark.parametrize("model", POOLS)
 def test_a_service_follows_the_engine(model):
     """Mode mirror: everything equals stock, one message per schedule(), and the service has the engine's state."""

@@ -1,13 +1,13 @@
 """One engine answers requests under memory pressure and prints what it did as JSON: stock, or with kvplane.
 
 python tests/vllm/workload.py MODEL stock|kvplane|overwritten|mirror|remote SEEDS NUM_BLOCKS
-    [--ngram | --priority] [ADDRESS REPLICA [PIPELINE]]
+    [--ngram | --priority | --full] [ADDRESS REPLICA [PIPELINE]]
 
 Runs in the environment of vLLM (`environment`). SEEDS is the first seed and the last, as 1-20; each seed is two rounds
 of the same prompts. Prompts share prefixes; the pool is so small that requests are preempted and cached blocks evicted.
 "overwritten" is kvplane with all pages overwritten after the first round; "mirror" is kvplane with a service at ADDRESS
 that follows the engine; "remote", with "on" or "off" for its pipeline behind REPLICA, lets that service decide;
-"--ngram" adds n-gram speculation, "--priority" random priorities.
+"--ngram" adds n-gram speculation, "--priority" random priorities, "--full" clients to which hits are announced again.
 """
 
 from __future__ import annotations
@@ -176,7 +176,17 @@ class Observed:
     def round(self, chosen: list[Any]) -> tuple[list[list[int]], list[int]]:
         """Answer these prompts; returns the tokens and the cached tokens of each."""
         most = ROUND.get(self.model, FEW)[1]
-        sampling = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, detokenize=False)
+        full = {"kv_cache_report_mode": "full"}  # hits are announced again to some clients
+        sampling = [
+            SamplingParams(
+                temperature=0,
+                max_tokens=most,
+                ignore_eos=True,
+                detokenize=False,
+                extra_args=full if "--full" in sys.argv and number % 8 == 3 else None,
+            )
+            for number in range(len(chosen))
+        ]
         rng = random.Random(str(chosen))
         priorities = [rng.randrange(3) for _ in chosen] if self.has_priorities else None
         answers = self.llm.generate(chosen, sampling, use_tqdm=False, priority=priorities)
@@ -216,6 +226,8 @@ def main(model: str, kind: str, seeds: str, num_blocks: int, *target: str) -> No
         more["speculative_config"], target, words = NGRAM, target[1:], 30
     if target and target[0] == "--priority":
         more["scheduling_policy"], target = "priority", target[1:]
+    if target and target[0] == "--full":
+        target = target[1:]
     if kind == "mirror":
         address, replica = target
         more["additional_config"] = {"kvplane": {"mode": "mirror", "address": address, "replica": replica}}

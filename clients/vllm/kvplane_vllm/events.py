@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from vllm.distributed.kv_events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
@@ -15,6 +15,14 @@ from vllm.v1.request import Request
 
 from kvplane.base.step import CacheEvent, EventKind
 from kvplane_vllm.known import Known
+
+
+def of_hit(real: Any, request: Request, blocks: Sequence[Sequence[int]]) -> list[KVCacheEvent]:
+    """Return what vLLM announces of a hit to a client that asks for it (`kv_cache_report_mode`: "full"). `real` is the
+    coordinator that vLLM built; it reads only how many blocks there are in each group.
+    """
+    real.emit_cached_block_events(request, blocks)
+    return list(real.block_pool.take_events())
 
 
 def convert_all(found: Iterable[CacheEvent], by_slot: Mapping[int, Known], lookahead: int) -> Iterator[KVCacheEvent]:
@@ -42,6 +50,10 @@ def convert(event: CacheEvent, request: Request | None, lookahead: int) -> KVCac
     size, tokens = event.block_size, request.all_token_ids
     extra = [generate_block_hash_extra_keys(request, start, start + size, 0)[0] for start in event.block_starts]
     lora = request.lora_request
+    more: dict[str, Any] = {}  # not in vLLM 0.32
+    if lookahead:
+        ends = [start + size for start in event.block_starts]
+        more["lookahead_token_ids"] = [list(tokens[end : end + lookahead]) for end in ends]
     return BlockStored(
         block_hashes=hashes,
         parent_block_hash=maybe_convert_block_hash(event.parent) if event.parent else None,  # type: ignore[arg-type]
@@ -53,7 +65,5 @@ def convert(event: CacheEvent, request: Request | None, lookahead: int) -> KVCac
         extra_keys=to_event_extra_keys(extra),
         group_idx=event.group,
         session_id=request.session_id,
-        lookahead_token_ids=[list(tokens[start + size : start + size + lookahead]) for start in event.block_starts]
-        if lookahead
-        else None,
+        **more,
     )

@@ -67,7 +67,7 @@ class InProcessManager(KVCacheManager):
         super().__init__(kv_cache_config, *limits_of_vllm, *args, **options)
         sizes = max_in_flight_tokens, scheduler_block_size, hash_block_size
         limits = limits_of(self, max_model_len, *sizes, options)
-        real = self.coordinator
+        self._real = real = self.coordinator
         has_events = self.enable_kv_cache_events or self.needs_events
         self.spec = replica_spec(kv_cache_config, real, limits, self.commit, has_events)
         self.replica = self.new_replica(self.spec)
@@ -263,6 +263,9 @@ class InProcessManager(KVCacheManager):
         limit = UNLIMITED if max_cache_hit_length is None else max_cache_hit_length
         hit = self._hit_of(request, limit)
         self._looked_up = request, limit, hit.num_tokens
+        if hit.num_tokens and self.enable_kv_cache_events and request.kv_cache_report_mode == "full":
+            self._flush()
+            self._events += events.of_hit(self._real, request, hit.blocks)
         return self._view(hit.blocks), hit.num_tokens, hit.single_group_hit
 
     def _hit_of(self, request: Request, limit: int) -> Hit:

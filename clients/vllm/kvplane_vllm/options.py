@@ -81,6 +81,12 @@ def options_of(config: VllmConfig) -> dict[str, str]:
     check_connector(config)
     if config.parallel_config.decode_context_parallel_size > 1:
         raise InvalidArgument("decode context parallelism is not supported", field="decode_context_parallel_size")
+    if config.observability_config.kv_cache_metrics:
+        raise InvalidArgument(
+            "the residency of blocks is sampled by vLLM's own block pool only",
+            field="observability_config.kv_cache_metrics",
+            remedy="leave --kv-cache-metrics out; a service (mode mirror) has metrics of the cache",
+        )
     return given
 
 

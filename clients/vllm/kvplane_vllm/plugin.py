@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 from importlib.metadata import version
 
-TESTED = "0.33"
+TESTED = ("0.32", "0.33")
 
 logger = logging.getLogger("vllm.kvplane")  # with the handlers of vLLM
 
 
 def check() -> None:
-    """Warn of a version of vLLM for which this adapter is not made: a name that changed may end the engine later.
+    """Warn of a version of vLLM that was not tested. `needed` refuses one that lacks a name.
 
     Changes nothing, and also runs in engines that do not use kvplane.
     """
     found = version("vllm")
-    if found.split(".")[:2] != TESTED.split("."):
-        logger.warning("kvplane_vllm is made for vLLM %s, this is %s: leave kvplane's classes out", TESTED, found)
+    if ".".join(found.split(".")[:2]) not in TESTED:
+        logger.warning("kvplane_vllm is tested with vLLM %s, this is %s", " and ".join(TESTED), found)

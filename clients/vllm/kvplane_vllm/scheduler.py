@@ -16,11 +16,12 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched import async_scheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.request import RequestStatus
 
 from kvplane.base.errors import InvalidArgument
 from kvplane_core.face.loader import core_of
-from kvplane_vllm import connectors
-from kvplane_vllm.known import check_proof, withhold_hashes
+from kvplane_vllm import connectors, needed
+from kvplane_vllm.known import STREAMS, check_proof, withhold_hashes
 from kvplane_vllm.launch import ATTRIBUTE
 from kvplane_vllm.manager import InProcessManager
 from kvplane_vllm.options import options_of, worker_addresses
@@ -77,11 +78,12 @@ class OnKvplane:
     get_request_counts: Callable[[], tuple[int, int]]
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **options: Any) -> None:
-        """Take the arguments of vLLM's scheduler. Raises InvalidArgument for an unsupported option, and
-        UnsupportedModel for an unsupported model.
+        """Take the arguments of vLLM's scheduler. Raises FailedPrecondition for a version of vLLM that lacks what this
+        adapter needs, InvalidArgument for an unsupported option, and UnsupportedModel for an unsupported model.
         """
         chosen = options_of(vllm_config)
         is_remote, addresses = chosen.get("mode") == "remote", worker_addresses(vllm_config, chosen)
+        needed.check(is_remote=is_remote)
         if is_remote:
             from kvplane_vllm.remote.scheduler import OnService, remote_manager  # needs gRPC
 
@@ -165,7 +167,7 @@ class OnKvplane:
             if request in self.running:
                 self.running.remove(request)
                 self._preempt_request(request, time.monotonic(), drop_stale_output)
-            elif request.num_computed_tokens and request.resumable and not request.is_finished():
+            elif request.num_computed_tokens and request.status in (RequestStatus.WAITING, STREAMS):
                 self.kv_cache_manager.free(request)
                 request.num_computed_tokens = 0
                 self.kv_holding_waiting.remove_requests([request])

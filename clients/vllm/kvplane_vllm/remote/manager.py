@@ -118,6 +118,7 @@ class RemoteManager(KVCacheManager):
             self.books.launch_orders = []
         self._finished = (self.link.life, 0)  # (engine life, step) of the last launch that finished on all ranks
         self._life = self.link.life
+        self._hit_events: list[Any] = []
         self.block_pool: Any = Pool(self)
 
     def _align(self, config: Any, block_size: int, hash_block_size: int) -> AlignSpec:
@@ -148,6 +149,9 @@ class RemoteManager(KVCacheManager):
         """See vLLM's KVCacheManager. The returned blocks are empty: `allocate_slots` does not need them."""
         assert max_cache_hit_length is None, "only an output of auxiliary data limits a hit, and it is refused"
         hit, single_group_hit = self.driver.look_up(request)
+        if hit and self.enable_kv_cache_events and request.kv_cache_report_mode == "full":
+            blocks = [range(-(-hit // group.block_size)) for group in self.spec.groups]
+            self._hit_events += events.of_hit(self.coordinator, request, blocks)
         return self.empty_kv_cache_blocks, hit, single_group_hit
 
     def allocate_slots(
@@ -234,7 +238,7 @@ class RemoteManager(KVCacheManager):
     def take_pending_events(self) -> list[Any]:
         """Return the cache events since the last call."""
         taken, self.books.events = self.books.events, []
-        found: list[Any] = []
+        found, self._hit_events = self._hit_events, []
         if self.link.life != self._life:
             self._life = self.link.life
             found.append(AllBlocksCleared())

@@ -1,0 +1,73 @@
+"""What the adapter needs of vLLM beyond its imports: complete, recorded, and what is missing is named at the start."""
+
+from __future__ import annotations
+
+import ast
+import re
+from itertools import chain
+
+import pytest
+
+from kvplane.base.errors import FailedPrecondition
+from kvplane_vllm import needed
+from tests.vllm import surface
+
+
+class Base:
+    inherited: int
+
+
+class Given(Base):
+    annotated: int
+
+    def __init__(self):
+        self.stored = str(self).loaded  # type: ignore[attr-defined]
+
+    def method(self): ...
+
+
+def test_what_a_version_lacks_is_named(monkeypatch):
+    names = "inherited annotated stored method loaded absent"
+    monkeypatch.setattr(needed, "NEEDED", {f"{__name__}:Given": names, f"{__name__}:Renamed": "one"})
+    monkeypatch.setattr(needed, "NEEDED_REMOTE", {f"{__name__}:Given": "of_remote"})
+    monkeypatch.setattr(needed, "version", lambda name: "0.99")
+    monkeypatch.setattr(needed, "PACKAGE", "tests.")
+    assert list(needed.missing(is_remote=False)) == ["Given.loaded", "Given.absent", "Renamed.one"]
+    with pytest.raises(FailedPrecondition, match=r"vLLM 0.99 does not have Given.loaded.* Given.of_remote") as raised:
+        needed.check(is_remote=True)
+    assert raised.value.remedy
+
+
+def listed(tables):
+    return {name for table in tables for name in chain.from_iterable(map(str.split, table.values()))}
+
+
+def test_each_name_of_the_scheduler_that_mode_remote_reads_is_looked_for():
+    found = set()
+    for path in (surface.ADAPTER / "remote").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and re.search(
+                r"\bself\._scheduler$|^scheduler$", ast.unparse(node.value)
+            ):
+                found.add(node.attr)
+    assert found - listed([needed.NEEDED, needed.NEEDED_REMOTE]) <= {"on_service"}
+    assert len(found) > 20
+
+
+def test_what_the_adapter_names_of_its_scheduler_and_of_requests_is_looked_for():
+    text = "\n".join(path.read_text() for path in surface.ADAPTER.rglob("*.py"))
+    private = set(re.findall(r"\b(?:scheduler|request)\.(_[a-z]\w+)", text))
+    source = ast.parse((surface.ADAPTER / "scheduler.py").read_text())
+    (base,) = [one for one in source.body if isinstance(one, ast.ClassDef) and one.name == "OnKvplane"]
+    declared = {ast.unparse(one.target) for one in base.body if isinstance(one, ast.AnnAssign)}
+    assert {"_preempt_request", "_block_hasher"} <= private | declared
+    assert private | declared <= listed([needed.NEEDED, needed.NEEDED_REMOTE])
+
+
+@pytest.mark.parametrize("where", sorted({*needed.NEEDED, *needed.NEEDED_REMOTE}))
+def test_the_names_are_those_of_the_tested_version(where):
+    recorded = surface.RECORDED.read_text()
+    kind = where.partition(":")[2]
+    for table in (needed.NEEDED, needed.NEEDED_REMOTE):
+        for name in table.get(where, "").split():
+            assert re.search(rf"\b\w*{kind}\w*\.{name}\b", recorded), f"{kind}.{name}: tests.vllm.surface --record"
