@@ -57,16 +57,20 @@ POOLS = {"full": 50, "sliding": 80, "seven groups": 260, "mamba": 40}
 
 def drive(spec: ReplicaSpec) -> ReplicaHost:
     """Chats and agents by a true engine, in a pool that is too small for them; two engine lives."""
-    registry = Registry(Config(decision_log_steps=1 << 20, log_bytes=1 << 36), lambda: 0)
-    host = registry.register("r", Registration(spec)).host
+    host = new_host(spec)
     for seed in (1, 2):
         drive_more(host, seed)
     return host
 
 
-def drive_more(host: ReplicaHost, seed: int) -> None:
+def new_host(spec: ReplicaSpec) -> ReplicaHost:
+    registry = Registry(Config(decision_log_steps=1 << 20, log_bytes=1 << 36), lambda: 0)
+    return registry.register("r", Registration(spec)).host
+
+
+def drive_more(host: ReplicaHost, seed: int, shape: ChatShape = SHAPE, count: int = 25) -> None:
     """One engine life."""
-    trace = [request for request, _ in zip(chat_workload(Random(seed), SHAPE), range(25), strict=False)]
+    trace = [request for request, _ in zip(chat_workload(Random(seed), shape), range(count), strict=False)]
     session = Session(InProcessTransport(lambda _: host), OpenRequest("r", nonce=seed), heartbeats=False)
     fleet = Fleet([Engine(session, EngineConfig(max_running=16, token_budget=BUDGET), COST)], trace)
     while fleet.run_step():
@@ -113,6 +117,30 @@ def test_curve_is_what_engines_of_the_same_requests_hit_in_each_pool(recorded):
         if not one.error:
             other = drive(replace(host.replica.spec, num_blocks=one.num_blocks)).replica.counters
             assert one.share == pytest.approx(other.hit_tokens / other.queried_tokens, abs=0.03)
+
+
+@pytest.mark.parametrize("name", ["full", "sliding"])
+def test_requests_that_waited_to_be_announced_arrive_when_they_did(name, tmp_path):
+    """A queue longer than what one step announces: a larger pool admits what the recorded one let wait."""
+    shape = replace(SHAPE, num_sessions=60, sessions_per_s=200.0)
+    spec = replace(SPECS[name], num_blocks=POOLS[name])
+    larger = replace(spec, num_blocks=4 * spec.num_blocks)
+
+    def host_of(spec: ReplicaSpec) -> ReplicaHost:
+        host = new_host(spec)
+        drive_more(host, 5, shape, 80)
+        return host
+
+    path = record(host_of(spec), tmp_path / "file")
+    counters = host_of(larger).replica.counters
+    share = counters.hit_tokens / counters.queried_tokens
+    assert in_pool(path, larger.num_blocks).share == pytest.approx(share, abs=0.01)
+    frames = list(Frames(path))
+    for frame in frames:
+        for part in frame.decision.step.parts if frame.HasField("decision") else ():
+            part.news.ClearField("waited")
+    without = in_pool(write(tmp_path / "other", frames), larger.num_blocks).share
+    assert without != pytest.approx(share, abs=0.02), "the fault is not found"
 
 
 def test_curve_of_the_last_requests_fills_the_pools_with_the_first_half(recorded):
