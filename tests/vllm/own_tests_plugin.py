@@ -27,6 +27,7 @@ import vllm.v1.core.kv_cache_manager as managers
 import vllm.v1.core.sched.scheduler as schedulers
 from handoffs import hand_off
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from white_box import show_inside
 
 from kvplane.rpc.channel import open_channel
 from kvplane.v1.allocation_pb2 import DeregisterReplicaRequest
@@ -121,6 +122,7 @@ views.Coordinator.retention_interval = property(  # type: ignore[attr-defined]
     lambda coordinator: coordinator._real.retention_interval, set_retention
 )
 hand_off()
+show_inside()
 managers.KVCacheManager = schedulers.KVCacheManager = Either  # type: ignore[misc]
 
 
