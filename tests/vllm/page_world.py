@@ -162,7 +162,8 @@ class World:
             done = self.scheduler.reset_prefix_cache(reset_running_requests=running)
         except RuntimeError:  # vLLM's, if blocks are still held although no request runs
             done = False
-            self.seen["resets that raised"] += 1
+            waiting = any(one.num_computed_tokens for one in self.scheduler.kv_holding_waiting)  # sessions
+            self.seen["resets under sessions" if waiting else "resets that raised"] += 1
         self.seen["resets" if done else "refused resets"] += 1
         if done:
             self.weights += 1
