@@ -382,7 +382,6 @@ FAULTS = [
           "fields.ok"),
     Fault("a step of any number of parts is read", "bind_bytes.h", "if (num_parts == kMostParts) return false;", ""),
     Fault("answers do not say what is published", "bind_bytes.h", "into.Number(4, published);", ""),
-    Fault("hashes of running requests are kept back", "bind_bytes.h", "if (count == 0) continue;", "continue;"),
     Fault("columns of a part before stay in the next one", "wire.h",
           "(section->*column.of).clear();", ""),
 ]  # fmt: skip

@@ -4,7 +4,6 @@ about steps of messages and of objects as Python does.
 
 from __future__ import annotations
 
-import struct
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ from kvplane.base.step import Admit, ExtraKeys, Facts, News, Part, Resume, Run, 
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.v1 import step_pb2
 from kvplane.wire.parsing import parse
-from kvplane_core.face.interface import HAS_KEYS, Answer, ReadStep
+from kvplane_core.face.interface import HAS_KEYS, ReadStep
 from kvplane_core.spec.replica import Replica
 from kvplane_service.decisions.log import without_tokens
 from kvplane_service.decisions.packing import pack_decision
@@ -153,22 +152,6 @@ def read_of(step: Step) -> ReadStep:
     read = core().read_step(message_of(step))
     assert read is not None
     return read
-
-
-def test_an_answer_has_the_hashes_that_running_requests_got():
-    made = NativeReplica(spec_of())
-    made.begin_epoch(1)
-    news = News([1, 2, 3], [1, 1, 1], num_hashes=[0, 0, 0], hashes=b"")
-    made.apply(Step(1, 1, [Part(news=news)]))
-    hashes = bytes(range(96))
-    facts = Facts([1, 2, 3], appended=[16, 0, 32], num_hashes=[1, 0, 2], hashes=hashes)
-    message = message_of(Step(1, 2, [Part(facts=facts)]))
-    read = made.read_step(message)
-    assert read is not None
-    answer = made.apply(SentStep(read, message, lambda _: []))
-    assert isinstance(answer, Answer)
-    u32 = ((1, 3), (1, 2))
-    assert answer.grown == ((*(struct.pack("<2I", *column) for column in u32), hashes),)
 
 
 def test_what_a_step_has_is_known_before_it_is_applied():

@@ -209,52 +209,17 @@ inline PyObject* EffortOf(PyObject*, PyObject* arguments) {
     });
 }
 
-// What followers of the decision log must read of an answer, as bits: counts of it, and what a ghost follows.
-enum AnswerMark : Int { kCounted = 1, kFollowed = 2 };
-
-inline Int MarksOf(const Part& part, const PartResult& result) {
+// Whether the counters of the decision log must read the answer to a part.
+inline bool IsCounted(const Part& part, const PartResult& result) {
     const auto is_refused = [](Int status) { return status >= kRefused && status <= kNeverFits; };
-    const bool preempts =
-        !result.preempted.empty() || std::count(part.facts.end.begin(), part.facts.end.end(), kEndPreempted);
-    const bool is_counted =
-        preempts || std::any_of(result.admit_status.begin(), result.admit_status.end(), is_refused) ||
-        part.cache.hits_checked || !part.cache.mismatched.empty() ||
-        (result.tiers != nullptr && !result.tiers->retained.hit.empty());
-    const bool ends = std::any_of(part.facts.end.begin(), part.facts.end.end(), [](Int end) { return end != 0; });
-    const bool is_followed =
-        preempts || ends || !part.news.slot.empty() || !part.admit.slot.empty() || result.reset_done;
-    return (is_counted ? kCounted : 0) | (is_followed ? kFollowed : 0);
-}
-
-// The hashes that running requests got in a part, given or made: (slots, numbers of hashes, hashes), the first two of
-// u32; None if none got any.
-inline PyObject* GrownToPy(const Part& part, const PartResult& result) {
-    const Facts& facts = part.facts;
-    const Hashed& made = result.hashed_facts;
-    const bool is_given = facts.hashes.size > 0;
-    if (!is_given && made.hashes.empty()) return Py_NewRef(Py_None);
-    BlockList slots, counts;
-    size_t with_tokens = 0;
-    for (size_t row = 0; row < facts.slot.size(); ++row) {
-        Int count = 0;
-        if (is_given) {
-            count = Entry(facts.num_hashes, row, 0);
-        } else if (Entry(facts.appended, row, 0)) {
-            count = made.num_hashes[with_tokens++];
-        }
-        if (count == 0) continue;
-        slots.push_back(static_cast<uint32_t>(facts.slot[row]));
-        counts.push_back(static_cast<uint32_t>(count));
-    }
-    const auto to_py = [](const BlockList& column) {
-        return ToBytes(reinterpret_cast<const uint8_t*>(column.data()), 4 * column.size());
-    };
-    const Hashes hashes = is_given ? facts.hashes : Hashes{made.hashes.data(), made.hashes.size()};
-    return Tuple(to_py(slots), to_py(counts), ToBytes(hashes.data, hashes.size));
+    return !result.preempted.empty() || std::count(part.facts.end.begin(), part.facts.end.end(), kEndPreempted) ||
+           std::any_of(result.admit_status.begin(), result.admit_status.end(), is_refused) ||
+           part.cache.hits_checked || !part.cache.mismatched.empty() ||
+           (result.tiers != nullptr && !result.tiers->retained.hit.empty());
 }
 
 // Writes the answer, and takes the events out of the results: (message, per part its events, per part those of tiers,
-// marks, last published step, per part what requests got).
+// whether counters must read it, last published step).
 inline PyObject* AnswerToBytes(Core& core, bool with_events) {
     const Step& step = core.step;
     const auto published = static_cast<uint64_t>(core.replica.blocks.pool.executed_through);
@@ -271,19 +236,17 @@ inline PyObject* AnswerToBytes(Core& core, bool with_events) {
     into.EndMessage(2, 0);
     core.held.Release(step.executed_through);
     const auto num_parts = static_cast<Py_ssize_t>(core.results.size());
-    const Owned events(PyTuple_New(num_parts)), of_tiers(PyTuple_New(num_parts)), grown(PyTuple_New(num_parts));
-    Int marks = 0;
+    const Owned events(PyTuple_New(num_parts)), of_tiers(PyTuple_New(num_parts));
+    bool is_counted = false;
     for (Py_ssize_t number = 0; number < num_parts; ++number) {
         PartResult& result = core.results[static_cast<size_t>(number)];
         core.held.Add(step.seq, &result.events);
-        const Part& part = step.parts[static_cast<size_t>(number)];
-        marks |= MarksOf(part, result);
-        PyTuple_SetItem(grown.get(), number, GrownToPy(part, result));
+        is_counted |= IsCounted(step.parts[static_cast<size_t>(number)], result);
         PyTuple_SetItem(events.get(), number, DeviceEventsToPy(result));
         PyTuple_SetItem(of_tiers.get(), number, TierEventsToPy(result));
     }
-    return Tuple(ToBytes(into.data(), into.size()), Py_NewRef(events.get()), Py_NewRef(of_tiers.get()), ToPy(marks),
-                 ToPy(published), Py_NewRef(grown.get()));
+    return Tuple(ToBytes(into.data(), into.size()), Py_NewRef(events.get()), Py_NewRef(of_tiers.get()),
+                 PyBool_FromLong(is_counted), ToPy(published));
 }
 
 }  // namespace kvplane

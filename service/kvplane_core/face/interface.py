@@ -138,20 +138,15 @@ class Answer(NamedTuple):
     Attributes:
         message: of the session.
         events, tier_events: of each part.
-        marks: what followers of the decision log must read: the sum of COUNTED and FOLLOWED.
+        is_counted: whether the counters of the decision log must read it.
         published_through: as in `StepResult`.
-        grown: of each part the hashes that running requests got: slots, numbers of hashes, each u32, and the hashes.
     """
 
     message: bytes
     events: tuple[Sequence[CacheEvent], ...]
     tier_events: tuple[Sequence[CacheEvent], ...]
-    marks: int
+    is_counted: bool
     published_through: int
-    grown: tuple[tuple[bytes, bytes, bytes] | None, ...]
-
-
-COUNTED, FOLLOWED = 1, 2
 
 
 class RequestColumns(Protocol):

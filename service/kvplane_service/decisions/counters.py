@@ -14,7 +14,6 @@ from kvplane.base.retain import RetainOutcome
 from kvplane.base.step import AdmitStatus, Cache, CacheEvent, End, EventKind, Facts, Part, PartResult, RemoveReason
 from kvplane.base.trace import is_sampled
 from kvplane_core.face.cache_events import CacheEvents
-from kvplane_core.face.interface import COUNTED
 from kvplane_service.decisions.log import Decision, Entry
 from kvplane_service.decisions.sent import SentResult
 
@@ -128,7 +127,7 @@ class Tally:
         for events in entry.events:
             if events:
                 self._count_removals(events)
-        if isinstance(entry.result, SentResult) and not entry.result.marks & COUNTED:
+        if isinstance(entry.result, SentResult) and not entry.result.is_counted:
             return
         for part, result, events in zip(entry.step.parts, entry.result.parts, entry.events, strict=True):
             given = vars(result)  # what is missing is empty

@@ -98,15 +98,15 @@ class SentResult(StepResult):
 
     Attributes:
         message: of the session.
-        events, tier_events, marks, grown: see `Answer`.
+        events, tier_events, is_counted: see `Answer`.
         with_events: whether `parts` have the events.
     """
 
-    __slots__ = ("_record", "events", "grown", "marks", "message", "tier_events", "with_events")
+    __slots__ = ("_record", "events", "is_counted", "message", "tier_events", "with_events")
 
     def __init__(self, step: Step, answer: Answer) -> None:
         self.seq, self.part, self.published_through = step.seq, step.part, answer.published_through
-        self.message, self.marks, self.grown = answer.message, answer.marks, answer.grown
+        self.message, self.is_counted = answer.message, answer.is_counted
         self.events, self.tier_events = answer.events, answer.tier_events
         self._record: Record | None = None
         self.with_events = True
