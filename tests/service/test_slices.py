@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
@@ -101,22 +102,31 @@ async def test_an_explanation_that_waits_for_its_replica_leaves_the_turn_to_othe
     await work
 
 
-async def test_an_explanation_reads_the_log_in_slices():
+async def test_an_explanation_reads_the_log_on_a_thread(monkeypatch):
     engine = with_request(Registry(Config(), lambda: 5), "r")
-    host = engine.host
     for _ in range(100):
         engine.step()
-    assert await turns_during(explain_request(host, "a", Turns("explanations", 0), Executor("explanations"))) >= 200
+    threads, real = list[int](), HistoryReader.add
+
+    def add(self, number, entry):
+        threads.append(threading.get_ident())
+        real(self, number, entry)
+
+    monkeypatch.setattr(HistoryReader, "add", add)
+    await explain_request(engine.host, "a", Turns("explanations", 0), Executor("explanations"))
+    assert len(threads) >= 100
+    assert threading.get_ident() not in threads
 
 
 async def test_an_explanation_ends_with_its_call(monkeypatch):
     engine = with_request(Registry(Config(), lambda: 5), "r")
     for _ in range(400):
         engine.step()
-    read, real = list[int](), HistoryReader.add
+    read, real, ended = list[int](), HistoryReader.add, threading.Event()
 
     def add(self, number, entry):
         read.append(number)
+        assert ended.wait(WAIT_S)
         real(self, number, entry)
 
     monkeypatch.setattr(HistoryReader, "add", add)
@@ -125,6 +135,7 @@ async def test_an_explanation_ends_with_its_call(monkeypatch):
     await asyncio.to_thread(until, lambda: len(read) > 0)
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
+    ended.set()
     await offload(lambda: None)  # behind it
     assert len(read) < 400
 

@@ -13,8 +13,8 @@ from kvplane.base.stamp_table import StampTable, table_bytes
 from kvplane.base.step import Orders
 from kvplane.rank import CallersMoves, Rank
 from kvplane_worker.attach import attach, read_stamps
-from kvplane_worker.cli import command
 from kvplane_worker.process import WorkerOptions
+from tests.cli.processes import run_kvplane
 from tests.worker.rig import World
 
 BLOCKS, SIZE = 16, 16 * 100 + 3
@@ -104,9 +104,10 @@ def test_a_worker_with_a_service_takes_no_plan_from_an_engine(here):
 
 
 def test_the_command_wants_a_service_or_an_opaque_worker():
-    for options in ({"service": "", "opaque": False}, {"service": "a:1", "opaque": True}):
-        with pytest.raises(Exception, match="either --service or --opaque"):
-            command(None, "r", **options)  # type: ignore[arg-type]
+    for words in ([], ["--service", "a:1", "--opaque"]):
+        done = run_kvplane("worker", "--replica", "r", *words)
+        assert done.returncode == 2
+        assert "either --service or --opaque" in done.stderr
 
 
 def test_pages_of_an_opaque_plan_are_moved_by_the_engine_alone(alone):

@@ -44,7 +44,7 @@ class Executor:
 
     def __init__(self, resource: str, threads: int = 1, max_waiting: int = _MAX_WAITING) -> None:
         """At most `threads` calls run at a time, and at most `max_waiting` further calls of an owner wait."""
-        self._threads = _Threads(resource, threads, max_waiting)
+        self._threads = _Threads(resource, threads, max_waiting, self._owner)
 
     async def __call__(self, call: Callable[[], _T], /) -> _T:
         """Run the call on a thread, and return its result or raise its exception. Cancelling the caller does not stop a
@@ -53,7 +53,7 @@ class Executor:
         Raises:
             Busy: `max_waiting` calls of the owner already wait.
         """
-        return await asyncio.wrap_future(self._threads.queue(self._owner(), call))
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     def _owner(self) -> str:
         return OWNER.get()
@@ -66,23 +66,25 @@ class InOrder(Executor):
         return ""
 
 
-class _Threads:
+class _Threads(futures.Executor):
     """Threads that the interpreter does not join at exit, with a queue of calls."""
 
-    def __init__(self, resource: str, most: int, max_waiting: int) -> None:
+    def __init__(self, resource: str, most: int, max_waiting: int, owner: Callable[[], str]) -> None:
+        """`owner` returns the owner of the call that is queued now."""
         self._name = f"kvplane {resource}"
-        self._most = most
+        self._most, self._owner = most, owner
         self._num_threads = self._num_idle = 0
         self._places = Places(resource, most + max_waiting)
         self._calls = Rota[tuple[str, futures.Future[Any], Callable[[], Any]]]()
         self._changed = threading.Condition()  # guards all of them
 
-    def queue(self, owner: str, call: Callable[[], _T]) -> futures.Future[_T]:
-        """Queue a call for the threads and return its future. Raises Busy."""
+    def submit(self, call: Callable[..., _T], /, *args: object, **kwargs: object) -> futures.Future[_T]:
+        """Queue a call for the threads and return its future (see concurrent.futures.Executor.submit). Raises Busy."""
         future: futures.Future[_T] = futures.Future()
+        owner = self._owner()
         with self._changed:
             self._places.take(owner)
-            self._calls.put(owner, (owner, future, call))
+            self._calls.put(owner, (owner, future, lambda: call(*args, **kwargs)))
             if self._num_idle >= len(self._calls):
                 self._changed.notify()
             elif self._num_threads < self._most:
@@ -104,12 +106,15 @@ class _Threads:
                 self._num_threads -= 1
                 return False
             owner, future, call = self._calls.take()
+        is_wanted, result, raised = future.set_running_or_notify_cancel(), None, None
         try:
-            if future.set_running_or_notify_cancel():
-                future.set_result(call())
+            result = call() if is_wanted else None
         except BaseException as error:  # raised in the caller, as with every executor
-            future.set_exception(error)
-        finally:
-            with self._changed:
-                self._places.leave(owner)
+            raised = error
+        with self._changed:
+            self._places.leave(owner)  # before the caller knows: it may call again at once
+        if raised is not None:
+            future.set_exception(raised)
+        elif is_wanted:
+            future.set_result(result)
         return True
