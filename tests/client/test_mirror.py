@@ -279,6 +279,7 @@ def test_a_service_of_another_version_is_asked_again_until_it_is_upgraded(servic
     monkeypatch.setattr("kvplane_service.replicas.mirror.CORE_VERSION", CORE_VERSION + 1)
     with engine_on(service) as engine:
         until(lambda: engine.sender.state.problem is not None and "core_version" in engine.sender.state.problem.field)
+        until(lambda: "is not mirrored now" in caplog.text)  # it is logged after the state has it
         engine.advance(3)
         assert engine.sender.ended is None
         assert caplog.text.count("is not mirrored now") == 1
