@@ -68,13 +68,14 @@ class AllocationServicer:
             registered_by=CALL.get().owner.name,
             model_name=request.model_name or request.model.model,
         )
-        await self._resume_expired(request.replica, registration)
         entry = self._registry.find_equal(request.replica, registration)
         if entry is None:
             async with self._building.take():  # limits count the replicas that were built before
+                if self._registry.find_equal(request.replica, registration) is None:
+                    CALL.get().count(prices.BLOCK_BYTES * planned.spec.num_blocks)
+                    await self._resume_expired(request.replica, registration)
                 entry = self._registry.find_equal(request.replica, registration)
                 if entry is None:
-                    CALL.get().count(prices.BLOCK_BYTES * planned.spec.num_blocks)
                     replica = await self._offload(partial(new_replica, planned.spec))
                     self._check_stays()
                     entry = self._registry.add(request.replica, registration, replica)
@@ -97,9 +98,8 @@ class AllocationServicer:
         """Let a stored replica that has expired come back, if this registration equals its own. Does nothing if the
         store is unavailable.
         """
-        if name not in self._registry:
-            with contextlib.suppress(UnknownReplica, OwnerUnknown):
-                await self._ownership.resume(name, registration)
+        with contextlib.suppress(OwnerUnknown):
+            await self._ownership.resume(name, registration)
 
     async def DeregisterReplica(self, request: pb.DeregisterReplicaRequest, _: bytes) -> Message:  # noqa: N802
         """Remove a replica and delete it from the store. One that an engine uses only for an operator."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ from kvplane_service.auth.visible import VisibleReplicas
 from kvplane_service.replicas.host import new_replica
 from kvplane_service.rpc import allocation
 from kvplane_service.rpc.sources import Planned, plan_source
+from kvplane_service.store.expiry import expire_all
 from tests.service.guarded import Caller, Guard
 from tests.service.rig import SPEC, Service, error_of, refusal, running, until
 from tests.twins import weakened
@@ -142,6 +144,24 @@ def test_replicas_and_blocks_are_counted_per_owner(limited):
         caller.register("acme/t")
     assert "retry_ms" not in caught[0].metadata, "waiting does not help"
     rival.register("rival/r", spec)
+
+
+def test_an_expired_replica_comes_back_within_the_limits_only(tmp_path):
+    guard = Guard(tmp_path, {"acme": {"limits": {"replicas": 1}}})
+    with running(guard.config(store=f"sqlite:{tmp_path / 'keys.sqlite'}")) as service:
+        acme, app = Caller(service, "token-acme"), service.app
+        acme.register("acme/a")
+        until(lambda: app.keeper.is_recorded("acme/a"))
+        expired = expire_all(app.registry, app.ownership, 0)
+        asyncio.run_coroutine_threadsafe(expired, service.loop).result(20)
+        assert len(app.registry) == 0
+        acme.register("acme/b")
+        with refusal(QuotaExceeded, "replicas"):
+            acme.register("acme/a")
+        assert len(app.registry) == 1
+        acme.allocation.DeregisterReplica(pb.DeregisterReplicaRequest(replica="acme/b"))
+        acme.register("acme/a")
+        assert acme.state("acme/a") == "RECOVERING"
 
 
 def built_by_concurrent_registrations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
