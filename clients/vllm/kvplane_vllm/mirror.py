@@ -77,7 +77,8 @@ class MirrorManager(InProcessManager):
             life_nonce=life,
             mirror=MirrorTerms(self.commit),
         )
-        self.sender = MirrorSender(self.target.address, request, self.spec, self._export, self.target.access)
+        to = self.target
+        self.sender = MirrorSender(to.address, request, self.spec, self._export, to.access, model_name=to.model_name)
 
     def new_replica(self, spec: ReplicaSpec) -> NativeReplica:
         """Return an empty replica in the epoch after the one that the service knows.

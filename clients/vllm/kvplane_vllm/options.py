@@ -10,7 +10,7 @@ from vllm.config import VllmConfig
 from kvplane.base.errors import InvalidArgument
 from kvplane_vllm.connectors import check_connector
 from kvplane_vllm.remote.settings import refuse
-from kvplane_vllm.target import ACCESS, FIELD, access_of
+from kvplane_vllm.target import ACCESS, FIELD, MODEL_NAME, access_of
 from kvplane_worker.lending.rundir import default_run_dir
 
 # Accepted values; None: any text that is not empty.
@@ -87,7 +87,12 @@ def options_of(config: VllmConfig) -> dict[str, str]:
             field="observability_config.kv_cache_metrics",
             remedy="leave --kv-cache-metrics out; a service (mode mirror) has metrics of the cache",
         )
-    return given
+    return given | {MODEL_NAME: _shown(config.model_config.served_model_name)}
+
+
+def _shown(name: str) -> str:
+    """Return a name as the service accepts it, the end of a long path; "" for one that cannot be shown."""
+    return name[-256:] if name.isprintable() else ""
 
 
 def _of_rank(config: VllmConfig, given: dict[str, str]) -> dict[str, str]:

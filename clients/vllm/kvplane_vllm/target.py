@@ -10,22 +10,24 @@ from kvplane.base.errors import InvalidArgument
 from kvplane.rpc.access import PLAIN, Access, Tls
 
 FIELD = "additional_config.kvplane"
+MODEL_NAME = "model_name"  # not an option: what vLLM serves the model as
 SYSTEM = "system"  # as `tls_ca`: the certificate authorities of this machine
 ACCESS = ("tls_ca", "tls_cert", "tls_key", "tls_server_name", "token_file")  # the options of `access_of`
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The service, the name of the engine's replica there, and TLS and token."""
+    """The service, the name of the engine's replica there, TLS and token, and the name of the model for operators."""
 
     address: str
     replica: str
     access: Access = PLAIN
+    model_name: str = ""
 
 
 def target_of(chosen: Mapping[str, str]) -> Target:
     """Return the service of these options, which were checked."""
-    return Target(chosen["address"], chosen["replica"], access_of(chosen))
+    return Target(chosen["address"], chosen["replica"], access_of(chosen), chosen.get(MODEL_NAME, ""))
 
 
 def access_of(chosen: Mapping[str, str]) -> Access:

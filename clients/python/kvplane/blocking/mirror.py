@@ -109,6 +109,7 @@ class MirrorSender:
         export: Callable[[], tuple[int, Iterator[bytes]]],
         access: Access = PLAIN,
         most_iterations: int = MOST_ITERATIONS,
+        model_name: str = "",
     ) -> None:
         """Begin to connect, without waiting.
 
@@ -120,9 +121,10 @@ class MirrorSender:
                 `submit`; the slices are read on the sender's thread.
             access: TLS and token.
             most_iterations: most iterations that wait for the service.
+            model_name: with which the replica is registered, for operators.
         """
         self._address, self._access = address, access
-        self._request, self._spec, self._export = request, spec, export
+        self._request, self._spec, self._export, self._model_name = request, spec, export, model_name
         self._changed = threading.Condition()
         self._logged = MirrorLog(most_iterations)
         self._logged.begin_image(*export())
@@ -227,7 +229,7 @@ class MirrorSender:
         """Register, attach, and send until the stream ends, which raises, or `close` is called."""
         stub = AllocationStub(channel)
         client = Client(channel, timeout_s=OPEN_TIMEOUT_S, retry=RetryPolicy(attempts=1))
-        register_engine(client, self._request.replica, self._spec)
+        register_engine(client, self._request.replica, self._spec, self._model_name)
         stream = _MirrorStream(stub, replace(self._request, nonce=draw_nonce()), self._changed, self._take)
         try:
             opened = stream.opened()

@@ -246,7 +246,7 @@ class Link:
     def _open(self) -> Session:
         """Register the replica and open a session; called on the thread too. Changes nothing."""
         name, wait_s = self._settings.target.replica, self._settings.step_timeout_s
-        register_engine(self._client, name, self._spec)
+        register_engine(self._client, name, self._spec, self._settings.target.model_name)
         retry = RetryPolicy(attempts=None, within_s=wait_s)
         options = {"step_timeout_s": wait_s, "open_timeout_s": wait_s, "retry": retry}
         if self._memory is not None:
