@@ -18,9 +18,9 @@ from kvplane.blocking.transport import GrpcTransport
 from kvplane.session.rows import AdmitRow, NewsRow, RunRow, part_of
 from kvplane.session.view import looked_at
 from kvplane_service.config import Config
-from kvplane_service.replicas.inprocess import InProcessTransport
 from tests.client.loop_thread import LIMIT_S, Awaited
 from tests.client.worlds import InProcessWorld
+from tests.service.inprocess import InProcessTransport
 
 ASK = part_of(NewsRow(0, range(40)), AdmitRow(0, cap=20))
 

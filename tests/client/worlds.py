@@ -13,9 +13,9 @@ from kvplane_service.config import Config
 from kvplane_service.process.app import App
 from kvplane_service.registry import Registration, Registry
 from kvplane_service.replicas.host import ReplicaHost
-from kvplane_service.replicas.inprocess import InProcessTransport
 from tests.client.loop_thread import shared_loop
 from tests.client.mini_engine import HYBRID
+from tests.service.inprocess import InProcessTransport
 
 
 class InProcessWorld:

@@ -11,13 +11,13 @@ from kvplane_core.face import loader
 from kvplane_core.face.interface import ReplicaCore
 from kvplane_service.config import Config
 from kvplane_service.registry import Registry
-from kvplane_service.replicas.inprocess import InProcessTransport
 from kvplane_service.replicas.recovery import Recovering
 from kvplane_service.replicas.stamps import Contents
 from tests.core.builders import full, replica_spec
 from tests.engine.backends import Place
 from tests.engine.stress import MIXES, Mix, Report, Side
 from tests.engine.world import World
+from tests.service.inprocess import InProcessTransport
 
 EVERY = 4  # steps between restarts of the service
 BY_NAME = {mix.name: mix for mix in MIXES}

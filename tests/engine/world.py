@@ -27,7 +27,6 @@ from kvplane_plan.planner import Layout, PlanOptions, Worker, plan_cache, to_ran
 from kvplane_service.config import Config
 from kvplane_service.registry import Registration, Registry
 from kvplane_service.replicas.host import ReplicaHost
-from kvplane_service.replicas.inprocess import InProcessTransport
 from kvplane_service.rpc.sources import plan_source
 from kvplane_worker.engine.batch import Launch
 from kvplane_worker.engine.config import BOS, EIGHT_BIT, MIXED, ModelConfig
@@ -42,6 +41,7 @@ from kvplane_worker.tiers import DiskSlots, MoverMemory, Movers, Slots
 from tests.engine.backends import Place
 from tests.engine.faults import Fault
 from tests.engine.twin import Twin
+from tests.service.inprocess import InProcessTransport
 
 
 @dataclass(frozen=True)

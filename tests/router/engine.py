@@ -17,7 +17,7 @@ import zmq.asyncio
 
 from kvplane.base.groups import HashAlgorithm
 from kvplane_fleet.domains import Domain
-from kvplane_fleet.publish import Publisher
+from tests.router.publisher import Publisher
 
 DOMAIN = Domain(HashAlgorithm.SHA256, "", 16)
 BLOCK = 16

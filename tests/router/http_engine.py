@@ -17,8 +17,8 @@ from typing import Any
 
 import zmq.asyncio
 
-from kvplane_fleet.publish import Publisher
 from tests.router.engine import BLOCK, DOMAIN
+from tests.router.publisher import Publisher
 
 TEXT = 'a "cached_tokens": 7, \\"x\\" \r\n\r\n' + "é" * 3000
 

@@ -20,11 +20,11 @@ from kvplane_fleet.follow.zmq_source import ZmqSource
 from kvplane_fleet.index import Index
 from kvplane_fleet.native import make_index
 from kvplane_fleet.places import Place
-from kvplane_fleet.publish import Publisher
 from kvplane_fleet.settings import PlaceSettings
 from kvplane_fleet.wire.events import Evidence
 from kvplane_fleet.wire.msgpack import MAX_PAYLOAD_BYTES
 from tests.router.engine import batches
+from tests.router.publisher import Publisher
 from tests.store.servers import free_port
 
 WITHIN_S = 30

@@ -14,12 +14,12 @@ from kvplane_fleet.fleet import Fleet, Prompt
 from kvplane_fleet.follow import zmq_source
 from kvplane_fleet.follow.order import SourceOrder
 from kvplane_fleet.follow.zmq_source import ZmqSource, resolved
-from kvplane_fleet.publish import Publisher
 from kvplane_fleet.settings import PlaceSettings
 from kvplane_fleet.wire import msgpack
 from kvplane_fleet.wire.msgpack import BatchDecoder
 from tests.router.engine import batches
 from tests.router.fleets import DOMAIN, Scene, tokens
+from tests.router.publisher import Publisher
 from tests.store.servers import free_port
 
 WITHIN_S = 30

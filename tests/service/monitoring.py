@@ -19,13 +19,13 @@ from prometheus_client.registry import Collector
 from kvplane.base.session import OpenRequest
 from kvplane.blocking.session import Session
 from kvplane_service.registry import Registration
-from kvplane_service.replicas.inprocess import InProcessTransport
 from kvplane_service.store.memory import MemoryStore
 from kvplane_service.telemetry.collector import ServiceCollector
 from kvplane_tools.replay.engine import Engine
 from kvplane_tools.replay.fleet import Fleet
 from kvplane_tools.replay.plan import EngineConfig
 from kvplane_tools.replay.workloads import ChatShape, chat_workload
+from tests.service.inprocess import InProcessTransport
 from tests.service.replaying import BUDGET, COST, SPECS
 from tests.service.rig import until
 from tests.store.servers import free_port

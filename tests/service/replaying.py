@@ -14,11 +14,11 @@ from kvplane_core.face.interface import ReplicaCore
 from kvplane_core.face.state import digest
 from kvplane_service.config import Config
 from kvplane_service.registry import Registration, Registry
-from kvplane_service.replicas.inprocess import InProcessTransport
 from kvplane_tools.replay.engine import Engine
 from kvplane_tools.replay.fleet import Fleet
 from kvplane_tools.replay.plan import CostModel, EngineConfig, Routing
 from kvplane_tools.replay.workloads import Span, TokenSource, TraceRequest
+from tests.service.inprocess import InProcessTransport
 
 BUDGET = 256
 COST = CostModel(prefill_tokens_per_second=10_000, decode_step_us=10_000, step_overhead_us=1_000)

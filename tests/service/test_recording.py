@@ -35,7 +35,6 @@ from kvplane_service.decisions.text import operation_lines
 from kvplane_service.explain.history import NOW, read_history
 from kvplane_service.registry import Registration, Registry
 from kvplane_service.replicas.host import ReplicaHost
-from kvplane_service.replicas.inprocess import InProcessTransport
 from kvplane_tools.replay.engine import Engine
 from kvplane_tools.replay.fleet import Fleet
 from kvplane_tools.replay.from_log import Outcome, replay_log
@@ -47,6 +46,7 @@ from tests.core.builders import full, replica_spec
 from tests.core.image import image_of
 from tests.core.specification import specification_of
 from tests.service.hosts import HostWorld
+from tests.service.inprocess import InProcessTransport
 from tests.service.replaying import BUDGET, COST, SPECS
 
 SHAPE = ChatShape(max_model_len=1024, num_sessions=12, sessions_per_s=5.0)

@@ -21,7 +21,6 @@ BOUNDED = {
     "kvplane_service/decisions/packed_log.py": "one replica's, in the budget of all logs with equal shares",
     "kvplane_service/process/app.py": "signals; the end of the audit log and of traces",
     "kvplane_service/replicas/events.py": "one replica's steps in flight, which are limited",
-    "kvplane_service/replicas/inprocess.py": "answers of one step",
     "kvplane_service/replicas/step_order.py": "one replica's answers, at most those in flight",
     "kvplane_service/rpc/admin.py": "one recording's decisions, at most MAX_UNRECORDED",
     "kvplane_service/rpc/session.py": "one stream's writers",
@@ -36,7 +35,6 @@ BOUNDED = {
     "kvplane_service/store/writer.py": "the store's calls",
     "kvplane_fleet/decisions.py": "one place's last doubts",
     "kvplane_fleet/follow/order.py": "one place's messages, of a limited size",
-    "kvplane_fleet/publish.py": "a fixed number of messages, of a demo's engine",
     "kvplane_fleet/router/prober.py": "one place's last prompts",
     "kvplane_fleet/router/watching.py": "one call's messages, at most MAX_BYTES; the calls have a share by owner",
 }

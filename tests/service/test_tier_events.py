@@ -15,11 +15,11 @@ from kvplane_fleet.follow.replica_source import ReplicaSource
 from kvplane_fleet.hits import claims
 from kvplane_fleet.index import Index
 from kvplane_fleet.places import Place
-from kvplane_fleet.publish import wire_events
 from kvplane_fleet.settings import PlaceSettings
 from kvplane_fleet.wire.events import GroupFormat, Removed, Stored, Tier
 from kvplane_fleet.wire.msgpack import BatchDecoder
 from tests.core.specification import specification_of
+from tests.router.publisher import wire_events
 from tests.service.tiered import Served
 
 

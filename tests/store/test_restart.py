@@ -20,7 +20,6 @@ from kvplane_core.face.inspect import check, take_snapshot
 from kvplane_service.config import Config
 from kvplane_service.registry import Registration, Registry
 from kvplane_service.replicas.host import ReplicaHost, ReplicaState
-from kvplane_service.replicas.inprocess import InProcessTransport
 from kvplane_service.replicas.step_order import UnaryStep
 from kvplane_service.runtime.reports import StoreState
 from kvplane_service.store.errors import StoreUnavailable
@@ -30,6 +29,7 @@ from kvplane_service.store.offloaded import Offloaded
 from kvplane_service.store.seals import guarded
 from kvplane_service.store.writer import Runtime
 from tests.client.lasting import HYBRID, STATE, LastingEngine, PageMemory
+from tests.service.inprocess import InProcessTransport
 from tests.service.rig import core_class
 
 NAME = "small"

@@ -31,7 +31,6 @@ from kvplane.sansio.retry import RetryPolicy
 from kvplane_core.face.inspect import check, take_snapshot
 from kvplane_service.config import Config
 from kvplane_service.registry import Registration, UnknownReplica
-from kvplane_service.replicas.inprocess import InProcessTransport
 from kvplane_service.store.errors import RecordRefused, StoreDamaged, StoreForeign, StoreNewer
 from kvplane_service.store.interface import IndexStore, LogName, StoredChunk
 from kvplane_service.store.keeper import Entropy
@@ -42,6 +41,7 @@ from kvplane_service.store.registration import unpack_record
 from kvplane_service.store.seals import Seals, guarded
 from kvplane_service.store.sqlite import SqliteStore
 from tests.client.lasting import HYBRID, PageMemory
+from tests.service.inprocess import InProcessTransport
 from tests.store import servers
 from tests.store.contract import run
 from tests.store.damages import damage_key, damaged_bytes, forge_key, forge_row

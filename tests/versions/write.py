@@ -35,7 +35,6 @@ from kvplane_core.face.setup import states_for_drafts
 from kvplane_core.face.state import export_state
 from kvplane_service.decisions.log import Decision, Entry, Life
 from kvplane_service.decisions.recording import MAGIC, header_of, message_of, write_frame
-from kvplane_service.replicas.inprocess import InProcessTransport
 from kvplane_service.store.memory import MemoryStore
 from kvplane_service.store.sqlite import SqliteStore
 from kvplane_worker.tiers.kept import Kept, write_index
@@ -46,6 +45,7 @@ from tests.core.core_version import RecordedEngine
 from tests.core.specification import specification_of
 from tests.core.test_page_contents import ALL_MIXES
 from tests.core.tier_engine import TierEngine, small_pools
+from tests.service.inprocess import InProcessTransport
 from tests.store.test_restart import Life as ServiceLife
 from tests.versions.kept import HERE, KEY, Sent, write_messages
 from tests.versions.served import NAME, Served, Transport, registration_of

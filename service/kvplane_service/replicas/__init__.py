@@ -13,6 +13,5 @@ idle_check     the invariants of a replica that is idle, checked in slices
 recent         samples of the last hour
 events         batches of cache events that a subscriber can resume
 workers        which worker holds the pages of which rank
-inprocess      a session without gRPC
 trace_context  trace context of the unary call that is being served
 """

@@ -19,8 +19,8 @@ from kvplane.blocking.session import Session
 from kvplane.session.options import draw_nonce
 from kvplane_service.config import Config
 from kvplane_service.registry import Registration, Registry
-from kvplane_service.replicas.inprocess import InProcessTransport
 from tests.bench.peer.plan import IN_PROCESS, SOCKET, TCP, UNIX
+from tests.service.inprocess import InProcessTransport
 
 SERVE = "from kvplane_tools.cli import main; main()"
 

@@ -1,7 +1,4 @@
-"""A session without gRPC, which calls the host of a replica in the same process.
-
-It is for tests, simulations, and engines whose steps are so small that a message would cost more than the step.
-"""
+"""A session without gRPC, which calls the host of a replica in the same process."""
 
 from __future__ import annotations
 
