@@ -193,7 +193,8 @@ def test_the_engine_does_not_wait_for_a_slow_service(service, monkeypatch):
 
 def test_a_full_log_costs_an_image(service, monkeypatch):
     monkeypatch.setattr("kvplane_service.replicas.applying.MOST_INLINE_NS", -1)
-    with engine_on(service, most_iterations=10) as engine:
+    monkeypatch.setattr(mirrors, "MOST_ITERATIONS", 10)
+    with engine_on(service) as engine:
         engine.advance(1)
         engine.check(service)
         with held_thread() as held:

@@ -103,6 +103,7 @@ def test_a_service_follows_the_engine(model):
     assert keys > left == 0
     assert (mirror["images"], mirror["divergences"]) == (1, 0)
     assert status.epoch == 1
+    assert status.model_name, "operators see which model it is"
     assert messages <= steps
     assert differing(stock, ours) == {}
 

@@ -10,6 +10,7 @@ from functools import cache, partial
 
 import pytest
 
+import kvplane
 from tests.vllm import environment, processes
 from tests.vllm.test_live import FEW_SEEDS, NGRAM_MODELS, NUM_SEEDS, POOLS, differing, stock_of
 
@@ -36,6 +37,8 @@ def remote(model, pipeline, *more, num_seeds=FEW_SEEDS, session_socket=""):
     with processes.Service(session_socket=session_socket) as service:
         local = [session_socket] if session_socket else []
         found = run(model, "remote", num_seeds, *more, service.address, "r", pipeline, *local)
+        with kvplane.connect(service.address) as client:
+            assert client.describe_replica("r").model_name, "operators see which model it is"
     assert found["manager"] == "RemoteManager"
     steps, preempted = (sum(seed[name] for seed in found["seeds"]) for name in ("steps", "preempted"))
     print(

@@ -51,7 +51,7 @@ from kvplane.wire.mirror import (
 )
 from kvplane.wire.stream import close_message, heartbeat_message, open_message, opened_of
 
-MOST_ITERATIONS = 1024
+MOST_ITERATIONS = 1024  # that wait for the service
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 _BEATS_PER_LEASE = 3
 CORE_VERSION_FIELD = "open.mirror.core_version"
@@ -108,7 +108,6 @@ class MirrorSender:
         spec: ReplicaSpec,
         export: Callable[[], tuple[int, Iterator[bytes]]],
         access: Access = PLAIN,
-        most_iterations: int = MOST_ITERATIONS,
         model_name: str = "",
     ) -> None:
         """Begin to connect, without waiting.
@@ -120,13 +119,12 @@ class MirrorSender:
             export: returns the number of the engine's last step and the engine's state in slices. Called now and within
                 `submit`; the slices are read on the sender's thread.
             access: TLS and token.
-            most_iterations: most iterations that wait for the service.
             model_name: with which the replica is registered, for operators.
         """
         self._address, self._access = address, access
         self._request, self._spec, self._export, self._model_name = request, spec, export, model_name
         self._changed = threading.Condition()
-        self._logged = MirrorLog(most_iterations)
+        self._logged = MirrorLog(MOST_ITERATIONS)
         self._logged.begin_image(*export())
         self._stop = False
         self._requests: dict[int, CacheRequest] = {}  # that the engine has not taken
