@@ -28,10 +28,11 @@ _DTYPES = ("bfloat16", "fp8")
 _RANKS = (1, 2, 4, 8)
 Label = TypeVar("Label")
 
-# Memory in MiB as the driver states it: column memory.total of `nvidia-smi`.
+# Memory in MiB as the driver states it: column memory.total of `nvidia-smi`. Source: the list of a cloud's GPUs in
+# github.com/modal-labs/modal-client/pull/2797 (2025-01-23); of b200 and h200 public outputs of `nvidia-smi`.
 GPUS = {
     "a10": 23028, "a100": 81920, "a100-40gb": 40960, "b200": 183359, "h100": 81559, "h200": 143771, "l4": 23034,
-    "l40s": 46068, "t4": 15360, "v100": 32768,
+    "l40s": 46068, "t4": 15360,
 }  # fmt: skip
 
 
