@@ -27,7 +27,7 @@ from kvplane.base.step import Part
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.wire.sources import encode_layer_source
 from kvplane_core.face import loader
-from kvplane_plan.models.catalogue import model_layers
+from kvplane_plan.models.catalogue import model_named
 from kvplane_plan.models.shapes import ModelOptions
 from kvplane_service.rpc.sources import plan_source
 from kvplane_tools.replay.engine import Engine
@@ -44,7 +44,7 @@ MEMORY_GIB = 20
 
 def models() -> dict[str, tuple[tuple[Layer, ...], int]]:
     """Return the layers of each model, and the `prefix_match_unit` of its reference plan."""
-    qwen = model_layers("qwen3-next-80b", ModelOptions(mamba_mode=MambaMode.ALIGN))
+    qwen = model_named("qwen3-next-80b").layers(ModelOptions(mamba_mode=MambaMode.ALIGN))
     layers = {"Qwen3-Next": (tuple(layer for layer in qwen if isinstance(layer, Layer)), 16)}
     return layers | {name: (one.layers(), one.prefix_match_unit) for name, one in fine_hits.MODELS.items()}
 

@@ -121,7 +121,7 @@ def test_field_that_does_not_matter_is_accepted(name):
 
 # Models that vLLM 0.33 does not plan, or not from this kind of file.
 @pytest.mark.parametrize(
-    "model_type", ["bamba", "bert", "minimax", "minimax_text_01", "t5", "whisper", "rwkv", "deepseek_v4", "", None, 7]
+    "model_type", ["bamba", "bert", "minimax", "minimax_text_01", "t5", "whisper", "rwkv", "minimax_m3", "", None, 7]
 )
 def test_model_type_that_is_not_read_is_refused(model_type):
     with pytest.raises(InvalidArgument, match="which kvplane does not read") as caught:
@@ -149,6 +149,12 @@ def test_model_type_that_is_not_read_is_refused(model_type):
         ("gemma3n_text", {"num_kv_shared_layers": 35}, "num_kv_shared_layers"),
         ("minimax_m2", {"attn_type_list": [1, 0]}, "attn_type_list"),
         ("glm_moe_dsa", {"indexer_types": ["full", "shared"]}, "indexer_types"),
+        ("deepseek_v4", {"head_dim": 256}, "head_dim"),
+        ("deepseek_v4", {"layer_types": ["full_attention"] * 7}, "layer_types"),
+        ("deepseek_v4", {"layer_types": ["sliding_attention"] * 6}, "layer_types"),
+        ("deepseek_v4", {"compress_rates": {"compressed_sparse_attention": 8}}, "compress_rates"),
+        ("deepseek_v4", {"layer_types": None}, "compress_ratios"),
+        ("deepseek_v4", {"layer_types": None, "compress_ratios": [0, 4, 8, 0, 4, 128, 0]}, "compress_ratios"),
         ("nemotron_h", {"layers_block_type": None}, "hybrid_override_pattern"),
         ("nemotron_h", {"layers_block_type": ["mamba", "rwkv"]}, "layers_block_type"),
         ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "M-M?"}, "hybrid_override_pattern"),
@@ -201,6 +207,19 @@ def test_pattern_of_characters_is_that_of_the_types():
     pattern = "".join(letters[one] for one in config["layers_block_type"])
     spelled = {**config, "layers_block_type": None, "hybrid_override_pattern": pattern}
     assert model_of(spelled) == model_of(config)
+
+
+def test_ratios_of_layers_are_those_of_the_types():
+    config = PLANS["deepseek_v4"]["config"]
+    of_types = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+    ratios = [of_types[one] for one in config["layer_types"]]
+    assert model_of({**config, "layer_types": None, "compress_ratios": [*ratios, 0]}) == model_of(config)
+
+
+def test_compressed_rows_of_another_type_are_refused():
+    with pytest.raises(InvalidArgument, match="rows of fp8") as caught:
+        model_of(PLANS["deepseek_v4"]["config"]).layers(ModelOptions(cache_dtype="bfloat16"))
+    assert caught.value.field == "cache_dtype"
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("nemotron_h", 16), ("zamba2", 64), ("kimi_linear", 3)])

@@ -10,7 +10,7 @@ from kvplane.base.sources import LayerSource, ModelSource
 from kvplane.base.step import End
 from kvplane.session.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
 from kvplane.v1 import allocation_pb2 as pb
-from kvplane_plan.models.catalogue import model_layers
+from kvplane_plan.models.catalogue import model_named
 from kvplane_plan.models.shapes import ModelOptions
 from kvplane_plan.planner import KERNEL_BLOCK
 from kvplane_service.registry import Registration
@@ -27,7 +27,7 @@ def planned(source):
 
 
 def both_sources(**fields):
-    layers = model_layers(QWEN, ModelOptions())
+    layers = model_named(QWEN).layers(ModelOptions())
     return ModelSource(model=QWEN, num_blocks=100, **fields), LayerSource(layers=layers, num_blocks=100, **fields)
 
 

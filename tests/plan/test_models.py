@@ -11,7 +11,7 @@ from kvplane.base.errors import InvalidArgument, NotFound
 from kvplane.base.groups import GroupKind, MambaMode
 from kvplane.base.layer_spec import AttentionSpec, DType
 from kvplane.base.layers import Layer, MambaSpec
-from kvplane_plan.models.catalogue import MODELS, model_layers
+from kvplane_plan.models.catalogue import MODELS, model_named
 from kvplane_plan.models.shapes import ModelOptions
 from kvplane_plan.planner import PlanOptions, Worker, plan_cache, to_groups
 from tests.conformance.groups import read_cases
@@ -44,20 +44,20 @@ def test_catalogue_layers_equal_the_golden_tables(model, options, golden):
     given = GOLDEN[golden]
     specs = [read_spec(spec, f"specs[{i}]") for i, spec in enumerate(given["specs"])]
     expected = tuple(Layer(name, specs[index]) for name, index in given["layers"].items())
-    assert model_layers(model, options) == expected
+    assert model_named(model).layers(options) == expected
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("options", [ModelOptions(), ModelOptions(cache_dtype="fp8"), NOT_CACHED])
 def test_every_catalogue_model_can_be_planned_and_allocated(model, options):
     caching = options.mamba_mode is MambaMode.ALIGN
-    plan = plan_cache([Worker(model_layers(model, options), 80 << 30)], PlanOptions(prefix_caching=caching))
+    plan = plan_cache([Worker(model_named(model).layers(options), 80 << 30)], PlanOptions(prefix_caching=caching))
     for group in to_groups(plan):
         group.validate(model)
 
 
 def kinds(model, options=ModelOptions()):  # noqa: B008  frozen
-    return Counter(layer.spec.kind for layer in model_layers(model, options))
+    return Counter(layer.spec.kind for layer in model_named(model).layers(options))
 
 
 def test_layer_patterns_end_at_the_last_layer():
@@ -69,7 +69,7 @@ def test_layer_patterns_end_at_the_last_layer():
 
 
 def heads(model, ranks):
-    spec = model_layers(model, ModelOptions(tensor_parallel=ranks))[-1].spec
+    spec = model_named(model).layers(ModelOptions(tensor_parallel=ranks))[-1].spec
     assert isinstance(spec, AttentionSpec)
     return spec.num_kv_heads
 
@@ -81,21 +81,21 @@ def test_heads_are_divided_over_ranks_and_replicated_when_there_are_fewer():
 @pytest.mark.parametrize(("model", "ranks"), [("llama-3.1-70b", 3), ("llama-3.1-70b", 12), ("jamba-v0.1", 5)])
 def test_ranks_that_do_not_divide_the_heads_are_refused(model, ranks):
     with pytest.raises(InvalidArgument, match=f"tensor_parallel: .* cannot be divided evenly by {ranks} ranks"):
-        model_layers(model, ModelOptions(tensor_parallel=ranks))
+        model_named(model).layers(ModelOptions(tensor_parallel=ranks))
 
 
 def test_latent_rows_are_equal_on_every_rank():
-    layers = model_layers("deepseek-v3", ModelOptions(tensor_parallel=8))
+    layers = model_named("deepseek-v3").layers(ModelOptions(tensor_parallel=8))
     plan = plan_cache([Worker(layers)], PlanOptions(num_blocks=1000, tp_size=8))
     assert plan.tp_replicas == 8
-    assert layers[0].spec.page_bytes == model_layers("deepseek-v3", ModelOptions())[0].spec.page_bytes
+    assert layers[0].spec.page_bytes == model_named("deepseek-v3").layers(ModelOptions())[0].spec.page_bytes
 
 
 # Data types and block sizes
 
 
 def test_cache_dtype_applies_to_attention_and_not_to_states():
-    state, *_, attention = model_layers("jamba-v0.1", ModelOptions(cache_dtype="fp8"))[:5]
+    state, *_, attention = model_named("jamba-v0.1").layers(ModelOptions(cache_dtype="fp8"))[:5]
     assert attention.spec.precision is DType.FLOAT8_E4M3FN
     assert isinstance(state.spec, MambaSpec)
     assert state.spec.dtypes == (DType.BFLOAT16, DType.BFLOAT16)
@@ -114,7 +114,7 @@ def test_cache_dtype_applies_to_attention_and_not_to_states():
     ],
 )
 def test_attention_blocks_are_raised_until_a_page_holds_a_state(model, options, block_size):
-    plan = plan_cache([Worker(model_layers(model, options))], PlanOptions(num_blocks=3000))
+    plan = plan_cache([Worker(model_named(model).layers(options))], PlanOptions(num_blocks=3000))
     assert {group.block_size for group in plan.groups} == {block_size}
     assert len({group.spec.page_bytes for group in plan.groups}) == 1
     state, attention = plan.groups[0].spec, plan.groups[-1].spec
@@ -122,13 +122,13 @@ def test_attention_blocks_are_raised_until_a_page_holds_a_state(model, options, 
 
 
 def test_an_uncached_state_has_one_block_of_max_model_len():
-    layers = model_layers("jamba-v0.1", ModelOptions(mamba_mode=MambaMode.NONE, max_model_len=4096))
+    layers = model_named("jamba-v0.1").layers(ModelOptions(mamba_mode=MambaMode.NONE, max_model_len=4096))
     assert {layer.spec.block_size for layer in layers} == {4096, 80}
 
 
 def test_latent_attention_requires_whole_kernel_blocks():
-    assert model_layers("llama-3.1-8b", ModelOptions(block_size=512))[0].spec.block_size == 512
-    sizes = [model_layers("deepseek-v3", ModelOptions(block_size=n))[0].spec.block_size for n in (16, 64, 96)]
+    assert model_named("llama-3.1-8b").layers(ModelOptions(block_size=512))[0].spec.block_size == 512
+    sizes = [model_named("deepseek-v3").layers(ModelOptions(block_size=n))[0].spec.block_size for n in (16, 64, 96)]
     assert sizes == [64, 64, 128]
 
 
@@ -137,11 +137,11 @@ def test_latent_attention_requires_whole_kernel_blocks():
 
 def test_an_unknown_model_is_not_found_and_the_nearest_is_named():
     with pytest.raises(NotFound) as refused:
-        model_layers("lama-3.1-70b", ModelOptions())
+        model_named("lama-3.1-70b").layers(ModelOptions())
     assert refused.value.field == "model"
     assert refused.value.remedy.startswith("the most similar name is llama-3.1-70b;")
     with pytest.raises(NotFound, match=r"has no model .. \(the catalogue has deepseek-v3, "):
-        model_layers("", ModelOptions())
+        model_named("").layers(ModelOptions())
 
 
 @pytest.mark.parametrize(

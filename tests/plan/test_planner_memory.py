@@ -11,7 +11,7 @@ from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import MambaMode
 from kvplane.base.layer_spec import DType
 from kvplane.base.layers import CrossAttentionSpec, Layer, RingSpec
-from kvplane_plan.models.catalogue import model_layers
+from kvplane_plan.models.catalogue import model_named
 from kvplane_plan.models.shapes import ModelOptions
 from kvplane_plan.planner import Layout, PlanOptions, Worker, plan_cache
 from tests.plan.layers import (
@@ -32,7 +32,7 @@ BOTH_LAYOUTS = pytest.mark.parametrize("layout", list(Layout))
 
 
 def model_plan(name, options=ModelOptions(), memory_bytes=40 * GIB, **plan_options):  # noqa: B008  frozen
-    return plan_cache([Worker(model_layers(name, options), memory_bytes)], PlanOptions(**plan_options))
+    return plan_cache([Worker(model_named(name).layers(options), memory_bytes)], PlanOptions(**plan_options))
 
 
 # Published figures

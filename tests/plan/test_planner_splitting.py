@@ -10,7 +10,7 @@ from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import MambaMode, Planner
 from kvplane.base.layer_spec import DType
 from kvplane.base.layers import ChunkedLocalSpec, FullAttentionSpec, Layer, MambaSpec, SlidingWindowSpec
-from kvplane_plan.models.catalogue import model_layers
+from kvplane_plan.models.catalogue import model_named
 from kvplane_plan.models.shapes import ModelOptions
 from kvplane_plan.planner import (
     Layout,
@@ -40,7 +40,7 @@ def worker(*specs, memory=GIB):
 
 
 def test_a_state_of_qwen3_next_takes_34_blocks_of_the_attention_kernel():
-    layers = tuple(model_layers("qwen3-next-80b", ModelOptions(mamba_mode=MambaMode.ALIGN)))
+    layers = tuple(model_named("qwen3-next-80b").layers(ModelOptions(mamba_mode=MambaMode.ALIGN)))
     reference, split = (
         plan_cache([Worker(layers, 40 * GIB)], PlanOptions(planner=one)) for one in Planner if one is not Planner.BEST
     )

@@ -6,12 +6,15 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from kvplane.base.errors import InvalidArgument
+from kvplane.base.layer_spec import DType
 from kvplane_plan.models.config_fields import MAX_LAYERS, Fields
-from kvplane_plan.models.shapes import Chunked, Full, Indexer, Latent, LayerShapes, Sliding
+from kvplane_plan.models.shapes import Chunked, Compressed, Full, Indexer, Latent, LayerShapes, Sliding
 
 Layers = tuple[LayerShapes, ...]
 Reader = Callable[[Fields], Layers]
 _INDEXER_SCALE_BLOCK = 128  # elements of an indexer's key that share a scale of four bytes
+_COMPRESSED_ROW, _COMPRESSED_BYTES = 512, 584  # of DeepSeek V4: 448 of fp8, 64 of bfloat16, 8 of scales
+_COMPRESS_RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 _PACKED_ROW, _PACKED_BYTES = 576, 656  # of sparse attention in fp8 (Hopper): 512 of fp8, 4 scales, 64 of bfloat16
 
 
@@ -287,6 +290,54 @@ def indexed(fields: Fields) -> Layers:
     if fields.has("indexer_types") and [one == "shared" for one in fields.get("indexer_types")] != shares:
         fields.reject("indexer_types", "shared where index_topk_freq and index_topk_pattern state it")
     return tuple(latent if share else (keys, latent) for share in shares)
+
+
+def compressed(fields: Fields) -> Layers:
+    """DeepSeek V4: the last tokens as they are, and by layer all tokens compressed 4 to 1, of which an indexer selects,
+    or 128 to 1. What a compressor has read is kept until it is compressed.
+    """
+    fields.ignore("hidden_size", "num_attention_heads", "num_key_value_heads", "q_lora_rank", "o_lora_rank")
+    fields.ignore("qk_rope_head_dim", "index_n_heads", "index_topk", "compress_rope_theta", "num_hash_layers")
+    fields.ignore("dspark_block_size", "dspark_target_layer_ids")
+    row, keys = fields.size("head_dim"), fields.size("index_head_dim")
+    if row != _COMPRESSED_ROW:
+        fields.reject("head_dim", f"{_COMPRESSED_ROW}, the only size that the kernels of compressed attention have")
+    last = Compressed("attn.swa_cache", 64, row, _COMPRESSED_BYTES, window=fields.size("sliding_window"))
+    by_4 = Compressed("attn", 256, row, _COMPRESSED_BYTES, tokens_per_row=4)
+    indexer = Compressed("attn.indexer", 256, keys + keys // _INDEXER_SCALE_BLOCK * 4, tokens_per_row=4)
+    kinds: dict[int, LayerShapes] = {
+        0: last,
+        4: (indexer, _compressor(indexer, keys), last, by_4, _compressor(by_4, row)),
+        128: (last, by_128 := replace(by_4, tokens_per_row=128), _compressor(by_128, row)),
+    }
+    return tuple(kinds[ratio] for ratio in _ratios(fields, tuple(kinds)))
+
+
+def _compressor(cache: Compressed, size: int) -> Compressed:
+    """Return the shape of what the compressor of a cache has read: a sum and its weights, twice if parts overlap."""
+    parts = 2 if cache.tokens_per_row == 4 else 1
+    window, name = parts * cache.tokens_per_row, f"{cache.name}.compressor.state_cache"
+    return Compressed(name, 8 // parts, 2 * parts * size, dtype=DType.FLOAT32, window=window)
+
+
+def _ratios(fields: Fields, known: tuple[int, ...]) -> list[int]:
+    """Return how many tokens each layer compresses into one, 0 for none: by type, or as files before that state it."""
+    layers = num_layers(fields)
+    fields.ignore("compress_ratios", "compress_rates")
+    if fields.has("layer_types"):
+        rates = fields.inside("compress_rates") if fields.has("compress_rates") else Fields(_COMPRESS_RATES)
+        if any(rates.get(name) != rate for name, rate in _COMPRESS_RATES.items()):
+            fields.reject("compress_rates", f"{_COMPRESS_RATES}, which the kernels have")
+        types = {"sliding_attention": 0, **_COMPRESS_RATES}
+        found = fields.get("layer_types")
+        ratios = [types.get(one, -1) for one in found] if isinstance(found, list) else []
+        name, wanted = "layer_types", f"{', '.join(types)} for each of the {layers} layers"
+    else:
+        ratios = fields.sizes("compress_ratios", MAX_LAYERS)
+        name, wanted = "compress_ratios", f"{', '.join(map(str, known))} for each of the {layers} layers"
+    if len(ratios) < layers or not set(ratios) <= set(known):
+        fields.reject(name, wanted)
+    return ratios[:layers]  # the rest is of layers for prediction
 
 
 def expanded_latent(fields: Fields) -> Layers:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import difflib
 
 from kvplane.base.errors import NotFound
-from kvplane.base.layers import Layer
-from kvplane_plan.models.shapes import Chunked, Full, Latent, Model, ModelOptions, Sliding, State
+from kvplane_plan.models.shapes import Chunked, Full, Latent, Model, Sliding, State
 
 _LLAMA = Full(kv_heads=8, head_size=128)
 _GPT_OSS = (Sliding(kv_heads=8, head_size=64, window=128), Full(kv_heads=8, head_size=64))
@@ -33,12 +32,9 @@ MODELS: dict[str, Model] = {
 }
 
 
-def model_layers(name: str, options: ModelOptions) -> tuple[Layer, ...]:
-    """Return the layers of a model that each tensor-parallel rank holds. The layers are the same on all ranks.
-
-    Raises:
-        NotFound: no model has this name; the remedy lists all, and names a similar one.
-        InvalidArgument: the number of ranks does not divide the model's heads.
+def model_named(name: str) -> Model:
+    """Return the model of the catalogue with this name. Raises NotFound; the remedy lists all, and names a similar
+    one.
     """
     model = MODELS.get(name)
     if model is None:
@@ -49,4 +45,4 @@ def model_layers(name: str, options: ModelOptions) -> tuple[Layer, ...]:
             field="model",
             remedy=f"{similar}the catalogue has {others}",
         )
-    return model.layers(options)
+    return model

@@ -19,9 +19,10 @@ from kvplane.base.layers import (
     Layer,
     MambaSpec,
     MLASpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
-from kvplane_plan.planner import KERNEL_BLOCK, MLA_KERNEL_BLOCK
+from kvplane_plan.planner import KERNEL_BLOCK, MLA_KERNEL_BLOCK, Layout
 
 CACHE_DTYPES = {
     "bfloat16": DType.BFLOAT16,
@@ -32,6 +33,7 @@ AUTO = "auto"  # the type that the checkpoint was quantized for, else bfloat16
 
 
 MAX_SPECULATIVE_TOKENS = 128
+COMPRESSED_PAGE_ALIGNMENT = 576  # bytes; the stride of the kernels of compressed attention (vLLM 0.33)
 MLA_STATE_BLOCK = 128  # tokens; a block of latent rows in a model with states is a multiple of it (vLLM 0.33)
 
 
@@ -181,6 +183,51 @@ class Indexer:
 
 
 @dataclass(frozen=True, slots=True)
+class Compressed:
+    """The shape of one of the caches of a layer with compressed attention (DeepSeek V4). Kernels fix the tokens of a
+    block, the bytes of a row and the alignment of a page; every rank has a copy.
+
+    Attributes:
+        name: what follows "model.layers.<i>." in the name of the cache.
+        block_size: tokens of a block.
+        row_size: elements of a row.
+        row_bytes: bytes of a row that has scales and parts of another type; 0: as many as elements need.
+        dtype: data type of a row of elements.
+        tokens_per_row: tokens that a row covers.
+        window: tokens that are kept; 0 = all.
+    """
+
+    name: str
+    block_size: int
+    row_size: int
+    row_bytes: int = 0
+    dtype: DType = DType.UINT8
+    tokens_per_row: int = 1
+    window: int = 0
+
+    def attention(self, options: ModelOptions, block_size: int) -> AttentionSpec:
+        """Return the specification of this cache; `block_size` has no effect. Raises InvalidArgument for a data type
+        that is not the kernels'.
+        """
+        if options.cache_dtype not in (AUTO, "fp8"):
+            what = f"compressed attention has rows of fp8, not of {options.cache_dtype}"
+            raise InvalidArgument(what, field="cache_dtype", remedy=f"use {AUTO} or fp8")
+        common: dict[str, Any] = {
+            "block_size": self.block_size,
+            "num_kv_heads": 1,
+            "head_size": self.row_size,
+            "dtype": self.dtype,
+            "state_bytes": self.row_bytes,
+            "tokens_per_state": self.tokens_per_row,
+            "page_alignment": COMPRESSED_PAGE_ALIGNMENT,
+            "state_format": "model_version=deepseek_v4" if self.row_bytes else "",
+            "max_tp_shards": 1,
+        }
+        spec = SlidingWindowMLASpec(**common, window=self.window) if self.window else MLASpec(**common)
+        return replace(spec, padded_page_bytes=spec.page_bytes)  # as vLLM states it
+
+
+@dataclass(frozen=True, slots=True)
 class State:
     """The shape of a layer with a recurrent state. Ranks divide the channels of the convolution and the heads of the
     state.
@@ -234,7 +281,7 @@ class State:
         )
 
 
-Shape = Full | Latent | Indexer | State
+Shape = Full | Latent | Indexer | Compressed | State
 LayerShapes = Shape | tuple[Shape, ...]
 
 
@@ -287,6 +334,14 @@ class Model:
         return (Layer(name, shape.attention(options, block_size), is_draft=True),)
 
     @property
+    def layout(self) -> Layout:
+        """The order of layers and blocks in memory: pages of compressed attention have sizes that share none but a
+        block of them all.
+        """
+        is_compressed = any(isinstance(shape, Compressed) for shape in self._shapes)
+        return Layout.BLOCK_OUTERMOST if is_compressed else Layout.LAYER_OUTERMOST
+
+    @property
     def _shapes(self) -> list[Shape]:
         return [shape for layer in self.pattern for shape in _caches(layer)]
 
@@ -297,6 +352,8 @@ class Model:
     def _name(self, shape: Shape) -> str:
         if isinstance(shape, State):
             return self.state_name
+        if isinstance(shape, Compressed):
+            return shape.name
         return "self_attn.indexer.k_cache" if isinstance(shape, Indexer) else self.attention_name
 
     def _spec(self, shape: Shape, options: ModelOptions, block_size: int) -> LayerSpec:

@@ -16,7 +16,7 @@ from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import Drafter, GroupKind, MambaMode
 from kvplane.base.layer_spec import LayerSpec, ceil_div
 from kvplane.base.layers import ChunkedLocalSpec, Layer
-from kvplane_plan.models.catalogue import MODELS, model_layers
+from kvplane_plan.models.catalogue import MODELS, model_named
 from kvplane_plan.models.hf_config import read_model
 from kvplane_plan.models.shapes import Model, ModelOptions
 from kvplane_plan.planner import CacheGroup, CachePlan, Comparison, PlanOptions, Worker, compare, plan_cache
@@ -100,6 +100,7 @@ class Sizing:
                 max_batched_tokens=self.max_batched_tokens,
                 max_concurrent_batches=self.max_concurrent_batches,
                 hybrid=hybrid,
+                layout=self.model.layout,
                 prefix_caching=self.prefix_caching,
                 tp_size=self.options.tensor_parallel,
                 drops_last_block=self.options.drafter is not Drafter.NONE,
@@ -173,8 +174,7 @@ def find_model(name: str) -> Model:
     path = Path(name)
     if name not in MODELS and (path.suffix == ".json" or path.exists()):
         return read_model(path / "config.json" if path.is_dir() else path)
-    model_layers(name, ModelOptions())
-    return MODELS[name]
+    return model_named(name)
 
 
 def gpu_bytes(name: str, utilization: float) -> int:
@@ -296,7 +296,8 @@ def _keeping_all(spec: LayerSpec) -> LayerSpec:
 def _odd_blocks(plan: CachePlan) -> list[str]:
     """Return what blocks of attention of another size than kernels have, and chunks that no block divides, mean."""
     attention = [group for group in plan.groups if group.kind is not GroupKind.MAMBA]
-    sizes = sorted({group.block_size for group in attention if group.block_size % KERNEL_BLOCK})
+    own = {group.block_size for group in attention if getattr(group.spec, "page_alignment", 1) > 1}  # of such kernels
+    sizes = sorted({group.block_size for group in attention if group.block_size % KERNEL_BLOCK} - own)
     found = [f"blocks of {size} tokens: attention kernels have multiples of {KERNEL_BLOCK}" for size in sizes]
     chunks = [(group.spec.chunk, group.block_size) for group in attention if isinstance(group.spec, ChunkedLocalSpec)]
     uneven = sorted({(chunk, size) for chunk, size in chunks if chunk % size})

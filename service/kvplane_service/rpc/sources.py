@@ -24,7 +24,7 @@ from kvplane.base.layers import KVSharingLayer, Layer, MambaSpec
 from kvplane.base.rank_plan import RankPlan
 from kvplane.v1 import allocation_pb2, replica_pb2
 from kvplane.wire.spec import decode_enum
-from kvplane_plan.models.catalogue import model_layers
+from kvplane_plan.models.catalogue import model_named
 from kvplane_plan.models.config_fields import MAX_LAYERS
 from kvplane_plan.models.hf_config import parse_model
 from kvplane_plan.models.shapes import Model, ModelOptions, check_speculation
@@ -98,9 +98,10 @@ def _plan_model(source: replica_pb2.ModelSource) -> Planned:
     given = _given(source, "tensor_parallel", "cache_dtype", "block_size", "max_model_len", "speculative_tokens")
     mode = MambaMode.NONE if source.disable_caching else MambaMode.ALIGN
     options = ModelOptions(mamba_mode=mode, drafter=_drafter(source), **given)
-    layers = _model_of_config(source).layers(options) if source.config else model_layers(source.model, options)
+    model = _model_of_config(source) if source.config else model_named(source.model)
     drops = options.drafter is not Drafter.NONE
-    return _planned(source, [layers], _plan_options(source, tp_size=options.tensor_parallel, drops_last_block=drops))
+    planning = _plan_options(source, layout=model.layout, tp_size=options.tensor_parallel, drops_last_block=drops)
+    return _planned(source, [model.layers(options)], planning)
 
 
 def _model_of_config(source: replica_pb2.ModelSource) -> Model:

@@ -14,7 +14,7 @@ from random import Random
 
 from kvplane.base.sources import LayerSource, ModelSource
 from kvplane.blocking.client import Client
-from kvplane_plan.models.catalogue import model_layers
+from kvplane_plan.models.catalogue import model_named
 from kvplane_plan.models.shapes import ModelOptions
 from kvplane_tools.cli.output import columns
 from kvplane_tools.cli.replay.engines import running
@@ -55,7 +55,7 @@ class ComparedPlan(RunPlan):
                 max_batched_tokens=tokens,
                 disable_caching=self.cache is Cache.NONE,
             )
-        layers = model_layers(self.model, ModelOptions(max_model_len=length))
+        layers = model_named(self.model).layers(ModelOptions(max_model_len=length))
         full = tuple(replace(one, spec=one.spec.as_full_attention(one.spec.block_size)) for one in layers)
         return LayerSource(layers=full, memory_bytes=self.memory_bytes, max_model_len=length, max_batched_tokens=tokens)
 
