@@ -250,8 +250,8 @@ class Decisions:
         self._of_owner[ask.owner] += 1
         self.booked(booking.place, ask)
         self.work_of(booking.place).book(booking)
-        of_place = keys.get(place.domain) if place.domain else None
-        if of_place is not None and chosen.claim.claim is not None:
+        of_place = keys.get(place.domain_of(ask.model)) if chosen.claim.claim is not None else None
+        if of_place is not None:
             sampled = sample(of_place)
             for one in places:
                 self._fleet.followed[one.claim.place].place.returns.asked(sampled)

@@ -3,18 +3,26 @@ tokens.
 
 A prompt's keys are then computed by `kvplane.base.hashing`, and are the engine's own. A scheme is adopted after two
 keys, the second of which was computed from the first, or of another prompt.
+
+What else a hash has, an adapter or a salt, is proven apart: by the first block of a prompt of which an event states it.
+vLLM 0.33 hashes an adapter's path, which no event states: the operator names it. A block of the adapter that does not
+follow from it shows that the adapter was loaded from elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from hashlib import sha256
+from types import MappingProxyType
+from typing import TypeAlias
 
 import numpy as np
 
-from kvplane.base.errors import KvplaneError
+from kvplane.base.errors import InvalidArgument, KvplaneError
 from kvplane.base.groups import HashAlgorithm
-from kvplane.base.hashing import HashScheme, RequestHasher, pack_tokens
+from kvplane.base.hashing import HashScheme, RequestHasher, RequestKeys, chain_run, pack_tokens
 from kvplane.base.step import NO_EXTRA_KEYS, ExtraKeys
 from kvplane_fleet.wire.events import KEY_BYTES, Evidence
 
@@ -22,7 +30,18 @@ PROOFS_NEEDED = 2
 MOST_TRIES = 256  # store events that fit no scheme, until none is looked for any more
 MOST_BLOCKS = 4  # of a prompt that are hashed for a proof
 MOST_BLOCK_SIZE = 1 << 16  # of blocks of which a proof is made
+MOST_KEYED = 1 << 11  # hash blocks of an adapter's first block: some microseconds each
 MOST_EFFORT = 1 << 14  # of one store event: hash blocks, and 64 tokens count as one; some 30 ms
+
+
+class EngineHash(Enum):
+    """Algorithms that engines alone use, not replicas of kvplane."""
+
+    SGLANG = "sglang"  # SHA-256 of the parent's digest and the tokens; the first 8 bytes are the key
+
+
+Algorithm: TypeAlias = HashAlgorithm | EngineHash
+_SGLANG_SALT = b"sglang-cache-salt-v1\0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,23 +54,43 @@ class Domain:
         block_size: tokens of a hash block.
         lookahead: tokens after a block that its hash covers.
         key_bytes: bytes of a hash that are the key; of keys with 8 an attacker can find two prompts that share one.
+        tagged: see HashScheme.
+        lora: name and path of the adapter with which every prompt is computed; None = the base model.
     """
 
-    algorithm: HashAlgorithm
+    algorithm: Algorithm
     seed: str
     block_size: int
     lookahead: int = 0
     key_bytes: int = KEY_BYTES
+    tagged: bool = True
+    lora: tuple[str, str] | None = None
 
     @property
     def scheme(self) -> HashScheme:
         """The scheme by which `kvplane.base.hashing` computes the hashes."""
-        return HashScheme.named(self.block_size, self.algorithm, self.seed, self.lookahead)
+        assert isinstance(self.algorithm, HashAlgorithm)
+        scheme = HashScheme.named(self.block_size, self.algorithm, self.seed, self.lookahead)
+        return scheme if self.tagged else replace(scheme, tagged=False)
 
     def keys(self, tokens: Sequence[int], extra: ExtraKeys = NO_EXTRA_KEYS) -> list[int]:
-        """Return the keys of the whole hash blocks of a prompt. Raises InvalidArgument for tokens out of range,
-        or extra keys that prove nothing.
+        """Return the keys of the whole hash blocks of a prompt; none if it is not known what else they have. Raises
+        InvalidArgument for tokens out of range, or extra keys that prove nothing, or are of another adapter.
         """
+        if self.lora is not None:
+            if extra.lora is not None and extra.lora[0] != self.lora[0]:
+                what, remedy = f"{extra.lora[0][:140]!r} is another adapter than the model", "name one of both"
+                raise InvalidArgument(what, field="prompt.extra_keys.lora_name", remedy=remedy)
+            extra = replace(extra, lora=extra.lora or self.lora)
+        if self.algorithm is EngineHash.SGLANG:
+            if extra.lora or extra.multimodal or extra.prompt_embeds:
+                return []  # SGLang hashes numbers of an adapter and of images that no event states
+            RequestKeys(extra, self.block_size)  # checks the salt
+            parent = sha256(_SGLANG_SALT + extra.salt.encode()).digest() if extra.salt else b""
+            whole = len(tokens) // self.block_size * self.block_size
+            hashes = chain_run(parent, pack_tokens(tokens[:whole]), self.block_size)
+            first: list[int] = np.frombuffer(hashes, ">u8")[::4].tolist()
+            return first
         scheme = self.scheme
         hasher = RequestHasher.of_prompt(scheme, extra, len(tokens))
         return keys_of(hasher.append(pack_tokens(tokens)), scheme.digest.size, self.key_bytes)
@@ -65,7 +104,8 @@ class Domain:
         ahead = f", {self.lookahead} tokens ahead" if self.lookahead else ""
         seed = "a given" if self.seed else "default"
         width = "" if self.key_bytes == KEY_BYTES else f", keys of {self.key_bytes} bytes"
-        return f"{self.algorithm.value}, {seed} seed, blocks of {self.block_size}{ahead}{width}"
+        tags = "" if self.tagged else ", untagged"
+        return f"{self.algorithm.value}, {seed} seed, blocks of {self.block_size}{ahead}{width}{tags}"
 
 
 def keys_of(hashes: bytes, digest_bytes: int, key_bytes: int = KEY_BYTES) -> list[int]:
@@ -84,13 +124,20 @@ class DomainProof:
         domain: the domain, once it is proven.
         proofs: keys that were reproduced.
         tries: store events that were compared with no result.
+        differing: adapters whose blocks do not follow from their paths.
     """
 
-    def __init__(self, algorithms: Sequence[HashAlgorithm], seed: str) -> None:
-        """`algorithms`: those to try, with `seed` ("" = their default; those without one are left out then)."""
-        self._algorithms, self._seed = algorithms, seed
+    def __init__(
+        self, algorithms: Sequence[HashAlgorithm], seed: str, adapters: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """`algorithms`: those to try, and always SGLang's, with `seed` ("" = their default; those without one are left
+        out then). `adapters`: paths of adapters by name.
+        """
+        self._algorithms, self._seed, self._adapters = algorithms, seed, adapters
         self.domain: Domain | None = None
         self.proofs = self.tries = 0
+        self.differing = set[str]()
+        self._knows_tags = False
         self._candidate: Domain | None = None
         self._left: Iterator[Domain] = iter(())  # domains that are not compared yet
         self._form = (0, 0, 0)  # of the blocks that they are for
@@ -100,17 +147,47 @@ class DomainProof:
         """Whether further store events can help."""
         return self.domain is None and self.tries < MOST_TRIES
 
-    def observe(self, keys: Sequence[int], block_size: int, evidence: Evidence) -> None:
+    @property
+    def wants_extra(self) -> bool:
+        """Whether events of prompts with an adapter or a salt can help."""
+        return self.domain is not None and bool(self._adapters or not (self._knows_tags or self.tries >= MOST_TRIES))
+
+    def observe(self, keys: Sequence[int], block_size: int, evidence: Evidence) -> bool:
         """Compare the keys of stored blocks with their tokens. Blocks that do not begin a prompt, or have other content
-        than tokens, prove nothing.
+        than an event states, prove nothing. Returns whether nothing contradicts the path of an adapter.
         """
         whole = 0 < block_size <= MOST_BLOCK_SIZE and len(evidence.tokens) == len(keys) * block_size
-        if not self.wants_tokens or not keys or not whole or evidence.parent is not None or not evidence.plain:
-            return
         ahead = evidence.lookahead
-        if ahead and len(ahead) < len(keys):
-            return
-        count = min(len(keys), MOST_BLOCKS)
+        if not keys or not whole or evidence.parent is not None or (ahead and len(ahead) < len(keys)):
+            return True
+        if evidence.plain and self.wants_tokens:
+            self._prove(keys, block_size, evidence)
+        elif evidence.extra is not None and self.wants_extra:
+            return self._prove_extra(keys[0], block_size, evidence.extra, evidence)
+        return True
+
+    def _prove_extra(self, key: int, block_size: int, extra: ExtraKeys, evidence: Evidence) -> bool:
+        """Compare the first block of a prompt with an adapter or a salt."""
+        name = extra.lora[0] if extra.lora else ""
+        if self.domain is None or block_size // self.domain.block_size > MOST_KEYED:
+            return True
+        if name and name not in self._adapters:
+            return True
+        lora = (name, self._adapters[name]) if name else None
+        tokens = [*evidence.tokens[:block_size], *(evidence.lookahead[0] if evidence.lookahead else ())]
+        for tagged in (self.domain.tagged, not self.domain.tagged):
+            domain = replace(self.domain, tagged=tagged)
+            if replace(domain, lora=lora).keys(tokens, replace(extra, lora=None))[-1:] == [key]:
+                self.domain, self._knows_tags = domain, True
+                self.differing.discard(name)
+                return True
+        self.tries += 1
+        if name:
+            self.differing.add(name)
+        return not name
+
+    def _prove(self, keys: Sequence[int], block_size: int, evidence: Evidence) -> None:
+        ahead, count = evidence.lookahead, min(len(keys), MOST_BLOCKS)
         tokens = [*evidence.tokens[: count * block_size], *(ahead[count - 1] if ahead else ())]
         for domain in self._next((block_size, len(ahead[0]) if ahead else 0, evidence.key_bytes)):
             step = block_size // domain.block_size
@@ -144,6 +221,8 @@ class DomainProof:
             self.domain = domain
 
     def _candidates(self, block_size: int, lookahead: int, key_bytes: int) -> Iterator[Domain]:
+        if not lookahead and key_bytes == KEY_BYTES:
+            yield Domain(EngineHash.SGLANG, "", block_size)
         for size in [size for size in range(block_size, 0, -1) if block_size % size == 0]:
             for algorithm in self._algorithms:
                 domain = Domain(algorithm, self._seed, size, lookahead, key_bytes)

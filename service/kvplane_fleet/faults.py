@@ -30,6 +30,7 @@ class Fault(Enum):
     TOO_MANY_HASHES = "too_many_hashes"
     TOKENS_INVALID = "tokens_invalid"
     BLOCK_SIZE_INVALID = "block_size_invalid"
+    ADAPTER_DIFFERS = "adapter_differs"
     GROUP_INVALID = "group_invalid"
     GROUP_CHANGED = "group_changed"
     KIND_UNKNOWN = "kind_unknown"

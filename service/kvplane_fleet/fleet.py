@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 import zmq.asyncio
@@ -79,7 +79,11 @@ class Followed:
         if isinstance(self.source, ReplicaSource):
             return "partial" if self.source.partial else "current"
         assert self.order is not None
-        return "replaying" if self.order.replaying else "partial" if self.order.partial else "current"
+        if self.order.replaying:
+            return "replaying"
+        if self.place.domain is None and self.place.entries:
+            return "unproven"
+        return "partial" if self.order.partial else "current"
 
     async def run(self, context: zmq.asyncio.Context) -> None:
         """Follow the engine until the task is cancelled."""
@@ -213,12 +217,15 @@ class Fleet:
 
     def of_model(self, model: str) -> dict[str, Followed]:
         """Return the places of a model, by name."""
-        return {name: one for name, one in self.followed.items() if one.place.settings.model == model}
+        return {name: one for name, one in self.followed.items() if one.place.serves(model)}
 
     def domains(self, model: str) -> set[Domain]:
         """Return how the places of a model hash, as far as it is proven."""
-        known = {one.place.domain for one in self.of_model(model).values()}
-        return {domain for domain in known if domain is not None}
+        known = set()
+        for one in self.of_model(model).values():
+            with suppress(InvalidArgument):
+                known.add(one.place.domain_of(model))
+        return known
 
     def claims(
         self,
@@ -241,7 +248,7 @@ class Fleet:
         found, known = _Batch(), dict(keys or {})
         for name, one in self.of_model(model).items():
             if visible is None or name in visible:
-                found.ask(name, one, prompt, known)
+                found.ask(name, one, model, prompt, known)
         return sorted(found.claims(self.index, prompt.num_tokens), key=lambda one: -one.tokens)
 
 
@@ -252,15 +259,13 @@ class _Batch:
         self._unknown: list[PlaceClaim] = []
         self._asked: dict[Domain, tuple[Sequence[int], list[tuple[str, Followed]]]] = {}
 
-    def ask(self, name: str, one: Followed, prompt: Prompt, known: dict[Domain, Sequence[int]]) -> None:
+    def ask(self, name: str, one: Followed, model: str, prompt: Prompt, known: dict[Domain, Sequence[int]]) -> None:
         """Ask for a place. `known` has the prompt's keys by domain, and gets those that are computed."""
         try:
-            one.place.layout()
+            domain = one.place.domain_of(model)
         except InvalidArgument as error:
             self._unknown.append(PlaceClaim(name, 0, None, str(error)))
             return
-        domain = one.place.domain
-        assert domain is not None, "a layout has a domain"
         try:
             if domain not in known:
                 known[domain] = prompt.keys_of(domain)

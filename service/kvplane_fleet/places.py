@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.events import GroupDigest
@@ -63,7 +63,7 @@ class Place:
         self._decoder = BatchDecoder(self.faults)
         self.cells: dict[tuple[Tier, int], int] = {}
         self.formats: dict[int, GroupFormat] = {}
-        self.proof = DomainProof(settings.hash_algorithms, settings.hash_seed)
+        self.proof = self._new_proof()
         self.batches = self.events = self.stores = self.removals = self.comparisons = 0
         self.watchers: list[Watcher] = []
         self.expected = Expected(index)
@@ -79,7 +79,7 @@ class Place:
 
     def apply(self, payload: bytes) -> None:
         """Apply the next batch. If it cannot be read, any entry may have been removed, and all are."""
-        self._decoder.want_tokens = self.proof.wants_tokens
+        self._decoder.want_tokens, self._decoder.want_extra = self.proof.wants_tokens, self.proof.wants_extra
         batch = self._decoder.decode(payload)
         if batch is None:
             self._remove_all()
@@ -115,8 +115,11 @@ class Place:
             self.expected.release()
             self._most_blocks = 0
             self.cells, self.formats, self._layout = {}, {}, None
-            self.proof = DomainProof(self.settings.hash_algorithms, self.settings.hash_seed)
+            self.proof = self._new_proof()
             self._rank, self._time_s, self.key_bytes = None, -math.inf, 0
+
+    def _new_proof(self) -> DomainProof:
+        return DomainProof(self.settings.hash_algorithms, self.settings.hash_seed, self.settings.adapters)
 
     def _check_keys(self, event: Stored | Removed) -> None:
         """Clear the place if its keys have changed: a removal would not find an entry under its other key."""
@@ -150,7 +153,8 @@ class Place:
             self.formats[event.group] = event.form
             self._layout = None
         if event.evidence is not None:
-            self.proof.observe(event.keys, event.form.block_size, event.evidence)
+            fits = self.proof.observe(event.keys, event.form.block_size, event.evidence)
+            self.faults.count(Fault.ADAPTER_DIFFERS, not fits)
             self._layout = None
 
     def _remove(self, event: Removed) -> None:
@@ -225,8 +229,29 @@ class Place:
 
     @property
     def domain(self) -> Domain | None:
-        """How the engine hashes blocks; None until it is proven."""
+        """How the engine hashes blocks of its model; None until it is proven."""
         return self.proof.domain
+
+    def serves(self, model: str) -> bool:
+        """Return whether a name is that of its model, another name of it, or an adapter."""
+        return model == self.settings.model or model in self.settings.aliases or model in self.settings.adapters
+
+    def domain_of(self, model: str) -> Domain:
+        """Return how the engine hashes blocks of a model that it serves. Raises the errors of `layout`, and
+        InvalidArgument for an adapter that was loaded from elsewhere.
+        """
+        self.layout()
+        assert self.proof.domain is not None, "a layout has a domain"
+        path = self.settings.adapters.get(model)
+        if path is None:
+            return self.proof.domain
+        if model in self.proof.differing:
+            raise InvalidArgument(
+                f"the engine does not hash the blocks of adapter {model!r} with path {path!r}",
+                field="adapters",
+                remedy="name the path from which it was loaded",
+            )
+        return replace(self.proof.domain, lora=(model, path))
 
     def layout(self) -> Layout:
         """Return the groups as the hit rule needs them. Raises InvalidArgument if they contradict each other."""
@@ -295,8 +320,6 @@ class Place:
             hash_block_size=domain.block_size,
             scheduler_block_size=math.lcm(*(group.block_size for group in groups)),
             max_in_flight_tokens=1,
-            hash_algorithm=domain.algorithm,
-            hash_seed=domain.seed,
             partial_hits=self._partial_hits(groups, domain.block_size),
             commit=CommitRule.REFERENCE,
             hash_lookahead_tokens=domain.lookahead,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,7 @@ Address = Annotated[str, msgspec.Meta(pattern=r"^(tcp://.+:\d{1,5}|ipc://.+|inpr
 Tokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
 GroupNumber = Annotated[int, msgspec.Meta(ge=0, le=63)]
 MAX_PLACES = 4096
+MAX_NAMES = 1024  # of models, of one place
 
 
 class PlaceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -30,7 +32,9 @@ class PlaceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         replay: address of its replay socket; without one, every gap and connection clears the place.
         topic: topic at which it publishes.
         model: the model; a prompt is compared with places of its model only.
-        hash_algorithms: the algorithms among which its keys are sought.
+        aliases: other names under which the engine serves it.
+        adapters: its LoRA adapters, each a model of its own: the path from which the engine loaded it, by name.
+        hash_algorithms: the algorithms among which its keys are sought; SGLang's always is one.
         hash_seed: seed of its keys; "" = the algorithm's default.
         attention_chunk: tokens of a chunk of chunked local attention, which no event states.
         draft_groups: groups in which a drafter (EAGLE, MTP) drops the last block of a hit.
@@ -45,6 +49,8 @@ class PlaceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     replay: Address | None = None
     topic: str = ""
     model: str = ""
+    aliases: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_NAMES)] = ()
+    adapters: Annotated[dict[Text, Text], msgspec.Meta(max_length=MAX_NAMES)] = msgspec.field(default_factory=dict)
     hash_algorithms: tuple[HashAlgorithm, ...] = tuple(HashAlgorithm)
     hash_seed: str = ""
     attention_chunk: Tokens | None = None
@@ -114,6 +120,13 @@ def load(path: Path) -> FleetSettings:
                 f"{path}: place {place.name!r} has both `service` and `events`, or none",
                 field="events",
                 remedy="name the address of an engine's publisher, or of a kvplane service",
+            )
+        models = Counter([place.model, *place.aliases, *place.adapters])
+        if repeated := [model for model, times in models.items() if times > 1]:
+            raise InvalidArgument(
+                f"{path}: place {place.name!r} names {repeated[0]!r} twice as a model",
+                field="adapters",
+                remedy="give model, aliases and adapters different names",
             )
     names = [place.name for place in settings.places]
     twice = sorted({name for name in names if names.count(name) > 1})

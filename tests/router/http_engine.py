@@ -13,6 +13,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 import zmq.asyncio
@@ -20,6 +21,7 @@ import zmq.asyncio
 from tests.router.engine import BLOCK, DOMAIN
 from tests.router.publisher import Publisher
 
+ADAPTERS = {"sql": "/adapters/sql", "chat": "/adapters/chat"}
 TEXT = 'a "cached_tokens": 7, \\"x\\" \r\n\r\n' + "é" * 3000
 
 
@@ -69,10 +71,11 @@ class Server:
 
     async def _complete(self, writer: asyncio.StreamWriter, asked: dict[str, Any]) -> None:
         tokens = _tokens(asked)
-        keys = DOMAIN.keys(tokens)
+        adapter = asked["model"] if asked["model"] in ADAPTERS else None
+        keys = replace(DOMAIN, lora=(adapter, ADAPTERS[adapter]) if adapter else None).keys(tokens)
         known = next((at for at, key in enumerate(keys) if key not in self._cached), len(keys))
         cached = min(known * BLOCK, (len(tokens) - 1) // BLOCK * BLOCK)
-        await self._store(keys, known, tokens)
+        await self._store(keys, known, tokens, adapter)
         details = {"cached_tokens": cached}
         usage = {"prompt_tokens": len(tokens), "completion_tokens": 3, "prompt_tokens_details": details}
         if not asked.get("stream"):
@@ -88,13 +91,14 @@ class Server:
             await asyncio.sleep(0.005)
         writer.write(b"0\r\n\r\n")
 
-    async def _store(self, keys: list[int], known: int, tokens: list[int]) -> None:
+    async def _store(self, keys: list[int], known: int, tokens: list[int], adapter: str | None) -> None:
         self._cached.update(keys)
         if keys[known:]:
             event = {
                 "type": "BlockStored", "block_hashes": keys[known:], "block_size": BLOCK, "medium": "GPU",
                 "parent_block_hash": keys[known - 1] if known else None, "group_idx": 0,
                 "token_ids": tokens[known * BLOCK : len(keys) * BLOCK], "kv_cache_spec_kind": "full_attention",
+                "lora_name": adapter, "extra_keys": [[adapter]] * len(keys[known:]) if adapter else None,
             }  # fmt: skip
             await self._publisher.publish(time.time(), [event])
 

@@ -27,7 +27,7 @@ from kvplane_fleet.router.picker import HEADER, NAME, SERVED
 from kvplane_service.auth.tokens import line_of, new_token
 from tests.router.engine import BLOCK
 from tests.router.envoy import Envoy
-from tests.router.http_engine import TEXT, HttpEngine
+from tests.router.http_engine import ADAPTERS, TEXT, HttpEngine
 from tests.store.servers import free_port
 
 WITHIN_S = 60
@@ -42,7 +42,7 @@ class Gateway:
             port, events, replay = free_port(), *(f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
             self.engines[name], self.ports[name] = HttpEngine(name, port, events, replay), port
             place = {"name": name, "model": "m", "endpoint": f"http://127.0.0.1:{port}", "events": events}
-            places.append({**place, "replay": replay})
+            places.append({**place, "replay": replay, "aliases": ["m-latest"], "adapters": ADAPTERS})
         file = folder / "places.yaml"
         file.write_text(json.dumps({"places": places, "router": options}))
         command = [sys.executable, "-m", "kvplane_tools", "router", str(file), "--listen", "127.0.0.1:0", *words]
@@ -325,6 +325,25 @@ def test_pods_are_scored_as_llm_d_does(gateway):
     assert pod_scores(gateway, **asked, pod_identifiers=[other]) == {}
     with pytest.raises(grpc.RpcError, match="no place has the model"):
         pod_scores(gateway, prompt="x", model_name="another")
+
+
+@pytest.mark.parametrize("is_text", [True, False], ids=["text", "tokens"])
+def test_an_adapter_is_a_model_whose_prompts_hit_its_own_blocks(gateway, is_text):
+    """Through the proxy, by GetPodScores, and under another name of the base model."""
+    text = f"{is_text}: a text for each of three models, " * 10
+    prompt, blocks = (text if is_text else [ord(one) for one in text]), len(text) // BLOCK
+    for number, model in enumerate(("m", "sql", "chat")):
+        before = entries(gateway)
+        engine, cached = complete(gateway.envoy.url, prompt, model=model)
+        assert cached == 0
+        gateway.wait_until(known(before + blocks))
+        assert pod_scores(gateway, prompt=text + "!", model_name=model) == {engine: blocks}
+        again = complete(gateway.envoy.url, text + "!" if is_text else [*prompt, 1], model=model)
+        assert again == (engine, blocks * BLOCK)
+        others = ("m", "sql", "chat")[number + 1 :]
+        assert [pod_scores(gateway, prompt=text + "!", model_name=name) for name in others] == [{}] * len(others)
+    assert pod_scores(gateway, prompt=text + "!", model_name="m-latest")
+    assert sent(gateway.envoy.url, {"model": "sql@2", "prompt": prompt})[0] == 404
 
 
 def test_no_text_reaches_engines_that_its_owner_may_not_use(tmp_path):

@@ -340,6 +340,14 @@ def partial_place() -> Series:
     return {'kvplane_router_place_state{place="r",state="partial"}': [1.0] * 60}
 
 
+def unproven_place() -> Series:
+    return {'kvplane_router_place_state{place="r",state="unproven"}': [1.0] * 60}
+
+
+def moved_adapter() -> Series:
+    return {'kvplane_router_faults_total{place="r",fault="adapter_differs"}': [float(at > 40) for at in range(60)]}
+
+
 SCENARIOS: dict[str, Callable[[], Series]] = {
     "KvplaneDown": down,
     "KvplaneReplicaLapsed": silent_engine,
@@ -362,6 +370,8 @@ SCENARIOS: dict[str, Callable[[], Series]] = {
     "KvplaneTierLoadsFail": tiered.failing_loads,
     "KvplaneRouterClaimsWrong": wrong_claims,
     "KvplaneRouterEntriesDiffer": contradicted,
+    "KvplaneRouterHashesUnproven": unproven_place,
+    "KvplaneRouterAdapterMoved": moved_adapter,
     "KvplaneRouterPlaceLost": partial_place,
 }
 

@@ -127,6 +127,7 @@ def encode_place(name: str, followed: Followed, decisions: Decisions) -> pb.Plac
         place=name,
         endpoint=place.settings.endpoint,
         model=place.settings.model,
+        other_models=[*place.settings.aliases, *place.settings.adapters],
         state=followed.state,
         batches=place.batches,
         events=place.events,

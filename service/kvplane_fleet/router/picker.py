@@ -137,7 +137,7 @@ class EndpointPicker:
         engines = visible & self._fleet.of_model(model).keys()
         if not engines:
             raise Refused(404, f"no engine has the model {model[:140]!r}")
-        if model not in models:
+        if engines.isdisjoint(addresses):
             raise Refused(503, f"no engine of the model {model[:140]!r} may be chosen")
         prompt = await self.prompts.of_body(model, request, len(body), engines)
         most = request.value("max_completion_tokens" if request.max_completion_tokens else "max_tokens")

@@ -80,7 +80,8 @@ class Prober:
 
     def _remember(self, place: str, ask: Ask) -> None:
         prompt = ask.prompt
-        is_known = place in self._fleet.followed and self._fleet.followed[place].place.settings.endpoint
+        settings = self._fleet.followed[place].place.settings if place in self._fleet.followed else None
+        is_known = settings is not None and settings.endpoint and ask.model not in settings.adapters
         is_plain = prompt.extra == NO_EXTRA_KEYS and not prompt.domain
         if is_known and is_plain and 0 < len(prompt.tokens) <= MAX_TOKENS:
             prompts, tokens = self._prompts.setdefault(place, deque(maxlen=REMEMBERED)), tuple(prompt.tokens)

@@ -82,7 +82,7 @@ class RoutingServicer:
         places = [
             messages.encode_place(name, one, self._decisions)
             for name, one in sorted(self._fleet.followed.items())
-            if request.model in ("", one.place.settings.model) and is_visible(name)
+            if (not request.model or one.place.serves(request.model)) and is_visible(name)
         ]
         return pb.ListPlacesResponse(places=places)
 
@@ -91,7 +91,7 @@ class RoutingServicer:
         names = [
             name
             for name, one in self._fleet.followed.items()
-            if request.model in ("", one.place.settings.model) and is_visible(name)
+            if (not request.model or one.place.serves(request.model)) and is_visible(name)
         ]
         async for message in self._watching.watch(names, CALL.get().owner.name):
             yield message

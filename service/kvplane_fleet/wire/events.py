@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from kvplane.base.step import ExtraKeys
+
 KEY_BYTES, WHOLE_KEY_BYTES = 8, 16  # of a key, where an engine states 64 bits of its hashes, or all
 KEY_MASK = (1 << 64) - 1
 MAX_HASHES = 1 << 17  # of one event: a prompt of two million tokens in blocks of 16
@@ -58,6 +60,7 @@ class Evidence:
         plain: whether nothing but tokens is in the hashes (no LoRA, image or salt).
         lookahead: tokens after each block that its hash covers.
         key_bytes: bytes of each key.
+        extra: what else is in the hash of the first block: an adapter without its path, a salt; None if there is more.
     """
 
     tokens: Sequence[int]
@@ -65,6 +68,7 @@ class Evidence:
     plain: bool
     lookahead: Sequence[Sequence[int]] = ()
     key_bytes: int = KEY_BYTES
+    extra: ExtraKeys | None = None
 
 
 @dataclass(frozen=True, slots=True)

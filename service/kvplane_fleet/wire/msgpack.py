@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from kvplane.base.step import ExtraKeys
 from kvplane_fleet.faults import Fault, Faults
 from kvplane_fleet.wire.events import (
     KEY_BYTES,
@@ -57,6 +58,7 @@ class _StoredMap(msgspec.Struct, tag_field="type", tag="BlockStored", gc=False):
     medium: str | None = None
     lora_name: msgspec.Raw = _NIL
     extra_keys: msgspec.Raw = _NIL
+    cache_salt: msgspec.Raw = _NIL  # SGLang
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
@@ -141,7 +143,7 @@ class BatchDecoder:
     def __init__(self, faults: Faults) -> None:
         self._faults = faults
         self._form = 0  # of the last batch: maps or arrays
-        self.want_tokens = True
+        self.want_tokens, self.want_extra = True, False  # of which events: of all, of prompts with an adapter or a salt
         self._evidence_left = 0  # events of this batch whose tokens are decoded
 
     def decode(self, payload: bytes) -> Batch | None:
@@ -152,7 +154,7 @@ class BatchDecoder:
         if _num_events(payload) > MAX_EVENTS:
             self._faults.count(Fault.TOO_MANY_EVENTS)
             return None
-        self._evidence_left = MOST_EVIDENCE if self.want_tokens else 0
+        self._evidence_left = MOST_EVIDENCE if self.want_tokens or self.want_extra else 0
         for form in (self._form, 1 - self._form):
             try:
                 batch = _BATCHES[form].decode(payload)
@@ -292,6 +294,10 @@ class BatchDecoder:
         """Return the content of the blocks, where it is wanted and readable."""
         if self._evidence_left < 1 or not event.block_hashes:
             return None
+        salt = event.cache_salt if isinstance(event, _StoredMap) else _NIL
+        stated = (event.lora_name, event.extra_keys, salt)
+        if not self.want_tokens and (event.parent_block_hash is not None or all(one == _NIL for one in stated)):
+            return None
         self._evidence_left -= 1
         if _length(event.token_ids, 0) > MOST_TOKENS:
             return None  # an event with fewer will prove it
@@ -309,9 +315,8 @@ class BatchDecoder:
             if keys is None:
                 return None
             parent = keys[0]
-        extra = _value(_short(event.extra_keys))
-        plain = not _value(_short(event.lora_name)) and (extra is None or (isinstance(extra, list) and not any(extra)))
-        return Evidence(tokens, parent, plain, ahead or (), _key_bytes(event.block_hashes))
+        plain, extra = _contents(*(_value(_short(one)) for one in stated))
+        return Evidence(tokens, parent, plain, ahead or (), _key_bytes(event.block_hashes), extra)
 
     def _rank(self, rank: object) -> int | None:
         if rank is None or (isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < 1 << 16):
@@ -377,6 +382,25 @@ def _value(raw: msgspec.Raw) -> object:
         return _ANY.decode(raw)
     except _ERRORS:
         return None
+
+
+def _contents(lora: object, keys: object, salt: object) -> tuple[bool, ExtraKeys | None]:
+    """Return whether blocks consist of tokens alone, and what else their first one has; None if it has nothing, or more
+    than an adapter and a salt. `keys`: the extra keys by block, untagged; where they are stated, they have the adapter.
+    """
+    if isinstance(lora, dict):  # SGLang, where its events are arrays
+        salt = lora.get("cache_salt")
+    name = lora if isinstance(lora, str) else ""
+    if not name and not salt and (keys is None or (isinstance(keys, list) and not any(keys))):
+        return True, None
+    first = keys[0] if isinstance(keys, list) and keys else ()
+    values = list(first) if isinstance(first, list) else []
+    if values[:1] == [name]:
+        del values[0]
+    values += [salt] if salt else []
+    if len(values) > 1 or not all(isinstance(one, str) for one in values):
+        return False, None
+    return False, ExtraKeys(lora=(name, "") if name else None, salt=values[0] if values else "")
 
 
 _FIELDS = ("block_hashes", "parent_block_hash", "token_ids", "block_size")

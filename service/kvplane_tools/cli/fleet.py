@@ -257,7 +257,7 @@ _HEADING = [
 def _row(one: pb.PlaceInfo) -> list[str]:
     claimed = (str(one.claimed_tokens), str(one.real_tokens))
     counts = (str(one.in_flight), str(one.batches), str(one.entries))
-    who = (one.place, one.model or "-", one.state)
+    who = (one.place, ", ".join([one.model or "-", *one.other_models]), one.state)
     return [*who, *counts, _groups(one), one.hashes or "not proven", *claimed, _faults(one)]
 
 

@@ -196,7 +196,7 @@ class ListPlacesResponse(_message.Message):
     def __init__(self, places: _Optional[_Iterable[_Union[PlaceInfo, _Mapping]]] = ...) -> None: ...
 
 class PlaceInfo(_message.Message):
-    __slots__ = ("place", "endpoint", "model", "state", "batches", "events", "entries", "groups", "hashes", "faults", "in_flight", "prefill_tokens_per_s", "samples", "claimed_tokens", "real_tokens")
+    __slots__ = ("place", "endpoint", "model", "state", "batches", "events", "entries", "groups", "hashes", "faults", "in_flight", "prefill_tokens_per_s", "samples", "claimed_tokens", "real_tokens", "other_models")
     class FaultsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -219,6 +219,7 @@ class PlaceInfo(_message.Message):
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     CLAIMED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OTHER_MODELS_FIELD_NUMBER: _ClassVar[int]
     place: str
     endpoint: str
     model: str
@@ -234,7 +235,8 @@ class PlaceInfo(_message.Message):
     samples: int
     claimed_tokens: int
     real_tokens: int
-    def __init__(self, place: _Optional[str] = ..., endpoint: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[str] = ..., batches: _Optional[int] = ..., events: _Optional[int] = ..., entries: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[PlaceGroup, _Mapping]]] = ..., hashes: _Optional[str] = ..., faults: _Optional[_Mapping[str, int]] = ..., in_flight: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., samples: _Optional[int] = ..., claimed_tokens: _Optional[int] = ..., real_tokens: _Optional[int] = ...) -> None: ...
+    other_models: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, place: _Optional[str] = ..., endpoint: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[str] = ..., batches: _Optional[int] = ..., events: _Optional[int] = ..., entries: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[PlaceGroup, _Mapping]]] = ..., hashes: _Optional[str] = ..., faults: _Optional[_Mapping[str, int]] = ..., in_flight: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., samples: _Optional[int] = ..., claimed_tokens: _Optional[int] = ..., real_tokens: _Optional[int] = ..., other_models: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PlaceGroup(_message.Message):
     __slots__ = ("group", "kind", "block_size", "window")

@@ -1,6 +1,6 @@
 """Hashes of block contents, by which the service finds the cached prefix of a prompt."""
 
-from kvplane.base.hashing.algorithms import BlockDigest, block_digest
+from kvplane.base.hashing.algorithms import BlockDigest, block_digest, chain_run
 from kvplane.base.hashing.extra_keys import RequestKeys, continued, digest_embeds, revived
 from kvplane.base.hashing.hasher import HashScheme, HashTail, PackedHashes, RequestHasher, split_hashes
 from kvplane.base.hashing.memo import HashMemo
@@ -17,6 +17,7 @@ __all__ = [
     "RequestHasher",
     "RequestKeys",
     "block_digest",
+    "chain_run",
     "check_packed",
     "continued",
     "digest_embeds",

@@ -241,6 +241,10 @@ struct Parent {
 
 using Form = uint8_t* (*)(uint8_t* at, Parent parent, const uint8_t* tokens, size_t count);
 
+uint8_t* ChainForm(uint8_t* at, Parent parent, const uint8_t* tokens, size_t count) {
+    return Append(Append(at, parent.digest, parent.size), tokens, 4 * count);
+}
+
 uint8_t* PackedForm(uint8_t* at, Parent parent, const uint8_t* tokens, size_t count) {
     at = Write(Append(at, "kvb1", 4), static_cast<uint32_t>(count));
     at = Append(Write(at, uint32_t{0}), parent.digest, parent.size);
@@ -293,7 +297,8 @@ struct Algorithm {
 };
 
 constexpr Algorithm kAlgorithms[] = {
-    {PackedForm, kSha256}, {PickleForm, kSha256}, {CborForm, kSha256}, {PickleForm, kXxh3}, {CborForm, kXxh3},
+    {PackedForm, kSha256}, {PickleForm, kSha256}, {CborForm, kSha256},
+    {PickleForm, kXxh3},   {CborForm, kXxh3},     {ChainForm, kSha256},
 };
 constexpr int kNumForms = sizeof kAlgorithms / sizeof kAlgorithms[0];
 
@@ -308,8 +313,9 @@ struct Run {
 Py_ssize_t DigestSize(const Run& run) { return static_cast<Py_ssize_t>(kAlgorithms[run.form].digest); }
 
 const char* Fault(const Run& run) {
-    if (run.form < 0 || run.form >= kNumForms) return "form must be from 0 to 4";
-    if (run.parent_size != DigestSize(run)) return "parent must be a digest of the form";
+    if (run.form < 0 || run.form >= kNumForms) return "form must be from 0 to 5";
+    const bool is_first = kAlgorithms[run.form].form == ChainForm && run.parent_size == 0;
+    if (run.parent_size != DigestSize(run) && !is_first) return "parent must be a digest of the form";
     if (run.block_size < 1 || run.block_size > kMaxBlock) return "block_size must be from 1 to MAX_BLOCK";
     if (run.packed_size % (4 * run.block_size)) return "packed must be whole blocks";
     return nullptr;
@@ -319,7 +325,7 @@ void HashAll(const Run& run, uint8_t* out) {
     uint8_t scratch[kScratch];
     const Compress compress = run.portable ? CompressPortable : kFastest;
     const Algorithm& algorithm = kAlgorithms[run.form];
-    Parent parent{reinterpret_cast<const uint8_t*>(run.parent), algorithm.digest};
+    Parent parent{reinterpret_cast<const uint8_t*>(run.parent), static_cast<size_t>(run.parent_size)};
     const auto* tokens = reinterpret_cast<const uint8_t*>(run.packed);
     const auto* const end = tokens + run.packed_size;
     const auto count = static_cast<size_t>(run.block_size);
@@ -330,7 +336,7 @@ void HashAll(const Run& run, uint8_t* out) {
         } else {
             Digest(compress, scratch, stop, out);
         }
-        parent.digest = out;
+        parent = {out, algorithm.digest};
     }
 }
 

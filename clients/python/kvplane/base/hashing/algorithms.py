@@ -190,6 +190,7 @@ FORMS = {
     HashAlgorithm.XXHASH: 3,
     HashAlgorithm.XXHASH_CBOR: 4,
 }
+CHAIN_FORM = 5
 WITHOUT_SHA256 = (HashAlgorithm.XXHASH, HashAlgorithm.XXHASH_CBOR)
 
 
@@ -251,3 +252,18 @@ def hasher_of(digest: BlockDigest, block_size: int) -> tuple[object, int] | None
     if not isinstance(digest, NativeDigest) or block_size > digest.max_block or native.hasher() is None:
         return None
     return native.hasher(), digest.form
+
+
+def chain_run(parent: bytes, packed: bytes, block_size: int) -> bytes:
+    """Return the digests of consecutive whole blocks by SGLang's algorithm: SHA-256 of the parent's digest and the
+    block's token ids, four bytes each. The first block of a prompt has no parent: b"".
+    """
+    compiled = native.selected()
+    if compiled is not None and block_size <= compiled.MAX_BLOCK:
+        digests: bytes = compiled.hash_run(CHAIN_FORM, parent, packed, block_size)
+        return digests
+    stride, found = block_size * TOKEN_BYTES, []
+    for start in range(0, len(packed), stride):
+        parent = sha256(parent + packed[start : start + stride]).digest()
+        found.append(parent)
+    return b"".join(found)

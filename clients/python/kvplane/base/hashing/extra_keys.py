@@ -124,6 +124,11 @@ class RequestKeys:
         return digests[block] if block < len(digests) else _NO_EMBEDS
 
 
+def untagged(keys: BlockKeys) -> tuple[str | int | bytes | Key, ...] | None:
+    """Return the extra keys of a block as vLLM before 0.33 hashed them: the values alone, of an adapter its name."""
+    return keys and tuple(key[1:] if key[0] == "mm" else key[1] for key in keys)
+
+
 def digest_embeds(embeds: bytes, token_bytes: int, block_size: int, lookahead: int = 0) -> tuple[bytes, ...]:
     """Compute `ExtraKeys.prompt_embeds`: one SHA-256 per hash block; the last block may be incomplete.
 

@@ -16,7 +16,7 @@ from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import HashAlgorithm, ReplicaSpec
 from kvplane.base.hashing.algorithms import BlockDigest, block_digest, hasher_of
 from kvplane.base.hashing.cbor import CborValue
-from kvplane.base.hashing.extra_keys import RequestKeys
+from kvplane.base.hashing.extra_keys import RequestKeys, untagged
 from kvplane.base.hashing.tokens import TOKEN_BYTES, check_packed, unpack_tokens
 from kvplane.base.step import NO_EXTRA_KEYS, ExtraKeys
 
@@ -32,12 +32,15 @@ class HashScheme:
         lookahead: tokens after a block that its hash covers too, because a drafter's state at the block's last token
             depends on these later tokens. The hash is computed once these later tokens are known. 0 without such a
             drafter.
+        tagged: whether each extra key begins with the name of its source. vLLM before 0.33 hashes the values alone, and
+            of an adapter its name without the path.
     """
 
     digest: BlockDigest
     none_hash: bytes
     block_size: int
     lookahead: int = 0
+    tagged: bool = True
 
     @classmethod
     def of(cls, spec: ReplicaSpec) -> HashScheme:
@@ -250,7 +253,8 @@ class RequestHasher:
         """
         size, ahead = self._scheme.block_size, self._scheme.lookahead
         start = (self._num_blocks + i) * size
-        keys = self._keys.of_block(start, start + size + ahead)
+        named = self._keys.of_block(start, start + size + ahead)
+        keys: CborValue = named if self._scheme.tagged else untagged(named)
         if not ahead:
             return keys
         end = (i + 1) * size * TOKEN_BYTES
