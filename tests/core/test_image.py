@@ -157,6 +157,19 @@ def test_a_state_before_the_running_one_that_has_a_key_is_counted_as_registered(
     decides_as_before("checkpoints and drafts", 9700)
 
 
+@pytest.mark.parametrize(
+    ("mix", "seed"),
+    [
+        ("states, hits inside blocks", 19),
+        ("checkpoints, hits inside blocks", 5),
+        ("superseded states leave first", 24),
+        ("split pages, checkpoints and drafts", 2),
+    ],
+)
+def test_a_running_state_that_has_a_key_inside_its_block_is_copied_before_the_next_launch(mix, seed):
+    decides_as_before(mix, seed)
+
+
 # A mix and a seed that find each planted fault.
 FOUND = {
     "image skips shared blocks": ("seven groups", 3),
