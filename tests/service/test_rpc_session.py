@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
 import pytest
 
 from kvplane.base.errors import (
+    DeadlineExceeded,
     InvalidArgument,
     LimitExceeded,
     NotFound,
@@ -19,6 +21,9 @@ from kvplane.v1 import allocation_pb2 as pb
 from kvplane.v1.replica_pb2 import AlignSpec, GroupSpec, ReplicaSpec
 from kvplane_service.config import Config
 from kvplane_service.replicas.engine_lives import EngineLives
+from kvplane_service.replicas.sessions import SILENT_MS
+from tests.service import http2
+from tests.service.auth.attacks import SESSION, Connection, Tally
 from tests.service.rig import NONCES, SPEC, WAIT_S, Stream, column, refusal, running, until
 
 ADMIT = {
@@ -227,6 +232,41 @@ def test_silence_lapses_a_session_and_a_heartbeat_restores_it():
         assert service.state() == "LAPSED"
         stream.send(heartbeat={})
         until(lambda: service.state() == "LIVE")
+
+
+def test_a_session_of_which_a_part_of_a_message_arrives_ends():
+    now, end_ns = [0], (1000 + SILENT_MS) * 1_000_000
+    with running(Config(listen="127.0.0.1:0", lease_ms=1000), clock=lambda: now[0]) as service:
+        service.register()
+
+        async def hold_a_part() -> None:
+            one = Connection(Tally())
+            await one.connect(service.address)
+            stream = one.call(SESSION)
+            opening = pb.SessionRequest(open={"replica": "r", "nonce": next(NONCES)})
+            await one.send(stream, http2.message(opening.SerializeToString()), end=False)
+            await one.send(stream, http2.message(bytes(1 << 20))[:-1], end=False)
+            while one.open:
+                now[0] += 500_000_000
+                await asyncio.sleep(0.1)
+            await one.close()
+
+        asyncio.run(asyncio.wait_for(hold_a_part(), WAIT_S))
+        assert now[0] > end_ns
+        assert service.state() == "LAPSED"
+
+
+def test_a_session_that_was_silent_can_be_opened_again():
+    now = [0]
+    with running(Config(listen="127.0.0.1:0", lease_ms=1000), clock=lambda: now[0]) as service:
+        service.register()
+        silent = service.open()
+        silent.step(ADMIT)
+        now[0] += (1000 + SILENT_MS + 10) * 1_000_000
+        error = silent.end()
+        assert isinstance(error, DeadlineExceeded)
+        assert "no whole message" in error.message
+        assert service.open(epoch=silent.opened.epoch, life_nonce=silent.nonce).opened.seq == 1
 
 
 def test_a_message_beyond_the_limit_ends_the_stream_and_changes_nothing():

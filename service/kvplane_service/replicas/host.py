@@ -33,7 +33,14 @@ from kvplane_service.replicas.published import EntriesScan
 from kvplane_service.replicas.sessions import OnEnd, SessionSlot, check_request, restarted
 from kvplane_service.replicas.states import ReplicaState as ReplicaState
 from kvplane_service.replicas.states import new_replica as new_replica
-from kvplane_service.replicas.step_order import StepOrder, Turn, UnaryStep, check_step, part_that_ends_all
+from kvplane_service.replicas.step_order import (
+    StepOrder,
+    Turn,
+    UnaryStep,
+    check_retains_nothing,
+    check_step,
+    part_that_ends_all,
+)
 from kvplane_service.replicas.trace_context import CURRENT
 from kvplane_service.runtime.executors import Offload
 
@@ -219,7 +226,11 @@ class ReplicaHost(HostState):
             self._session.deadline_ns += late_ns
 
     def expire(self) -> None:
-        """Withdraw the replica's entries from subscribers if its lease has expired; call periodically."""
+        """Withdraw the replica's entries from subscribers if its lease has expired, and end a session that stays
+        silent; call periodically.
+        """
+        if self._session is not None and not self.steps.is_aside:
+            self._session.end_if_silent(self._clock())
         if self.state in (ReplicaState.LAPSED, ReplicaState.DIVERGED):
             self.events.withdraw()
 
@@ -466,7 +477,7 @@ class ReplicaHost(HostState):
         answer = self._order.find(step, fingerprint)
         if answer is not None:
             return answer
-        _check_retains_nothing(step)
+        check_retains_nothing(step)
         rows = check_step(step, self._order, self.replica.executed_through, self._config)
         requests, on_done = self.mirror.requests, None
         if requests.may_join(step) and requests.want_step(self._clock):
@@ -486,15 +497,3 @@ class ReplicaHost(HostState):
         self._order.advance(step, 0)
         self._leave_epoch()
         self.events.withdraw()
-
-
-def _check_retains_nothing(step: Step) -> None:
-    """Raise InvalidArgument if an engine sends the section `retain`, whose times would be those of another clock."""
-    if isinstance(step, SentStep):
-        number = step.retains_at
-    else:
-        retains = (at for at, part in enumerate(step.parts) if "retain" in vars(part) and part.retain != Retain())
-        number = next(retains, -1)
-    if number >= 0:
-        what, remedy = "an engine's step retains nothing itself", "call Retain"
-        raise InvalidArgument(what, field=f"parts[{number}].retain", remedy=remedy)

@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from kvplane.base.errors import InvalidArgument, KvplaneError, ServiceRestarted
+from kvplane.base.errors import DeadlineExceeded, InvalidArgument, KvplaneError, ServiceRestarted
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.session import NEW_EPOCH, OpenRequest
 from kvplane.base.stamps import MAX_EPOCH
 
 MAX_CLIENT_CHARS = 128
+SILENT_MS = 10_000
 
 OnEnd: TypeAlias = Callable[[KvplaneError], None]  # called once, with the reason, when a session loses its replica
 
@@ -48,6 +49,15 @@ class SessionSlot:
     def is_expired(self, now_ns: int) -> bool:
         """Whether the lease of the session has expired."""
         return now_ns > self.deadline_ns and not self.is_held
+
+    def end_if_silent(self, now_ns: int) -> None:
+        """End the stream if no whole message has arrived for SILENT_MS after the lease expired. Of a part of a message
+        gRPC shows nothing, and keeps up to `max_message_bytes` of it as long as the stream is open.
+        """
+        if self.is_expired(now_ns - SILENT_MS * 1_000_000) and not self.broken:
+            self.broken = True
+            what = f"no whole message arrived for {SILENT_MS / 1000:g} s after the lease had expired"
+            self.on_end(DeadlineExceeded(what, remedy="send a heartbeat in time; open the session again"))
 
     @contextmanager
     def held(self, deadline_ns: Callable[[], int]) -> Iterator[None]:

@@ -10,6 +10,7 @@ from copy import copy
 from dataclasses import dataclass
 
 from kvplane.base.errors import InvalidArgument, LimitExceeded, SequenceError
+from kvplane.base.retain import Retain
 from kvplane.base.session import NEW_EPOCH
 from kvplane.base.step import Cache, End, Facts, Part, Step, StepResult
 from kvplane.base.when_read import given_fields
@@ -203,3 +204,15 @@ def size_of(step: Step) -> tuple[int, int]:
         num_rows += max(1, sum(map(len, columns)))
         num_tokens += sum(len(given[name].tokens) for name in ("facts", "news") if name in given)
     return num_rows, num_tokens
+
+
+def check_retains_nothing(step: Step) -> None:
+    """Raise InvalidArgument if an engine sends the section `retain`, whose times would be those of another clock."""
+    if isinstance(step, SentStep):
+        number = step.retains_at
+    else:
+        retains = (at for at, part in enumerate(step.parts) if "retain" in vars(part) and part.retain != Retain())
+        number = next(retains, -1)
+    if number >= 0:
+        what, remedy = "an engine's step retains nothing itself", "call Retain"
+        raise InvalidArgument(what, field=f"parts[{number}].retain", remedy=remedy)

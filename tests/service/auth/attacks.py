@@ -1,9 +1,9 @@
-"""Attacks of clients without credentials on the ports of a service, over hand-made HTTP/2.
+"""Attacks of clients on the ports of a service, over hand-made HTTP/2.
 
-    python -m tests.service.auth.attacks KIND HOST:PORT SECONDS
+    python -m tests.service.auth.attacks KIND HOST:PORT SECONDS [TOKEN [MAX_MESSAGE_BYTES]]
 
 runs one attack, and prints the number of bytes sent, of connections, and of the streams and connections that the
-service ended. Every call has a wrong token.
+service ended. Every call has a wrong token, or TOKEN.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import gzip
 import json
+import random
 import struct
 import sys
 from collections import Counter
@@ -20,6 +21,8 @@ from dataclasses import dataclass, field
 
 from grpc_health.v1 import health_pb2
 
+from kvplane.base.session import OpenRequest
+from kvplane.wire.stream import open_message
 from tests.service import http2
 from tests.service.http2 import (
     ACK,
@@ -43,13 +46,16 @@ WATCH = "/grpc.health.v1.Health/Watch"
 SESSION = "/kvplane.v1.Allocation/Session"
 LONG = 31 << 20
 BOMB = http2.message(gzip.compress(bytes(LONG), 9), compressed=True)
-TOKEN = {"authorization": "Bearer kvp_wrong"}
+PARTIAL_SESSIONS = 40
+WRONG_TOKEN = "kvp_wrong"
 
 
 @dataclass
 class Tally:
     """What an attack has done so far."""
 
+    token: str = WRONG_TOKEN
+    part_bytes: int = LONG
     sent_bytes: int = 0
     connections: int = 0
     ended: Counter[str] = field(default_factory=Counter)
@@ -60,6 +66,7 @@ class Connection:
 
     def __init__(self, tally: Tally) -> None:
         self._tally = tally
+        self._token = {"authorization": f"Bearer {tally.token}"}
         self._window, self._windows = WINDOW_BYTES, Counter[int]()
         self._initial = WINDOW_BYTES
         self._next, self.open = 1, set[int]()
@@ -78,7 +85,7 @@ class Connection:
         stream, self._next = self._next, self._next + 2
         self._windows[stream] = self._initial
         self.open.add(stream)
-        self._write(frame(HEADERS, END_HEADERS * finish, stream, http2.call_headers(path, **TOKEN, **headers)))
+        self._write(frame(HEADERS, END_HEADERS * finish, stream, http2.call_headers(path, **self._token, **headers)))
         return stream
 
     def dribble(self, stream: int) -> None:
@@ -237,25 +244,43 @@ async def reconnects(address: str, tally: Tally) -> None:
     await asyncio.gather(*(storm() for _ in range(50)))
 
 
+async def partial_sessions(address: str, tally: Tally) -> None:
+    """Sessions of an owner, of the replicas acme/0 to acme/39, which send the longest message without its last 64
+    bytes; another session for each that the service ends.
+    """
+    body = struct.pack(">BI", 0, tally.part_bytes) + bytes(tally.part_bytes - 64)
+
+    async def hold(one: Connection, replica: str) -> None:
+        while not one.is_over:
+            stream = one.call(SESSION)
+            opening = OpenRequest(replica, random.getrandbits(60))
+            await one.send(stream, http2.message(open_message(opening).SerializeToString()), end=False)
+            await one.send(stream, body, end=False)
+            await one.ended(stream)
+
+    connections = await _connected(address, tally, PARTIAL_SESSIONS)
+    await asyncio.gather(*(hold(one, f"acme/{number}") for number, one in enumerate(connections)))
+
+
 ATTACKS: dict[str, Attack] = {
     one.__name__: one for one in (bombs, held_messages, silent_streams, watches, slow_headers, reconnects)
 }
+OF_OWNERS: dict[str, Attack] = {partial_sessions.__name__: partial_sessions}
 
 
-async def run(kind: str, address: str, seconds: float) -> Tally:
+async def run(kind: str, address: str, seconds: float, tally: Tally) -> None:
     """Run an attack for this time."""
-    tally = Tally()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
-            await ATTACKS[kind](address, tally)
+            await {**ATTACKS, **OF_OWNERS}[kind](address, tally)
             await asyncio.sleep(seconds)  # every connection was closed
-    return tally
 
 
 def main() -> None:
     """Run the attack of the command line."""
-    kind, address, seconds = sys.argv[1:]
-    tally = asyncio.run(run(kind, address, float(seconds)))
+    kind, address, seconds, *more = sys.argv[1:]
+    tally = Tally(more[0] if more else WRONG_TOKEN, int(more[1]) if len(more) > 1 else LONG)
+    asyncio.run(run(kind, address, float(seconds), tally))
     sys.stdout.write(json.dumps({"sent": tally.sent_bytes, "connections": tally.connections, **tally.ended}) + "\n")
 
 

@@ -25,13 +25,15 @@ from kvplane.v1 import admin_pb2
 from kvplane_service.rpc import methods
 from tests.cli.processes import KVPLANE
 from tests.service import http2
-from tests.service.auth.attacks import ATTACKS, LONG, LOOK_UP, Connection, Tally
+from tests.service.auth.attacks import ATTACKS, LONG, LOOK_UP, PARTIAL_SESSIONS, Connection, Tally
 from tests.service.guarded import Caller, Guard
 from tests.service.rig import WAIT_S, error_of, running
 
 STATUS = "/kvplane.v1.Admin/Status"
 SECONDS = 1.5
 MAX_RSS_MB = 300
+PART_BYTES = 4 << 20
+SOURCE = ModelSource(model="llama-3.1-8b", num_blocks=2100, max_model_len=1008)
 
 
 @pytest.fixture
@@ -114,12 +116,11 @@ def test_connections_above_the_limit_are_closed_and_a_free_one_is_used(service):
         assert isinstance(error_of(raised.value), Unauthenticated)
 
 
-@pytest.fixture(scope="module")
-def attacked(tmp_path_factory):
+@contextlib.contextmanager
+def attacked_service(folder, *settings):
     """A guarded service in a process of its own: process, address, address of the health port."""
-    folder = tmp_path_factory.mktemp("guard")
     config = Guard(folder).config()
-    settings = [f"{key}={getattr(config, key)}" for key in ("auth_owners", "auth_tokens")]
+    settings = (*settings, *(f"{key}={getattr(config, key)}" for key in ("auth_owners", "auth_tokens")))
     flags = [flag for setting in (*settings, "health_listen=127.0.0.1:0") for flag in ("--set", setting)]
     log = folder / "log"
     command = [*KVPLANE, "serve", "--listen=127.0.0.1:0", *flags]
@@ -129,13 +130,18 @@ def attacked(tmp_path_factory):
             assert process.stdout is not None
             address, health = (process.stdout.readline().split()[-1] for _ in range(2))
             with kvplane.connect(address, token="token-acme", timeout_s=60) as client:
-                source = ModelSource(model="llama-3.1-8b", num_blocks=2100, max_model_len=1008)
-                client.register_replica("acme/r", source)
+                client.register_replica("acme/r", SOURCE)
             yield process, address, health
         finally:
             process.kill()
     lines = log.read_text().splitlines()
     assert [line for line in lines if "the event loop was blocked" not in line] == [], "attackers can fill the log"
+
+
+@pytest.fixture(scope="module")
+def attacked(tmp_path_factory):
+    with attacked_service(tmp_path_factory.mktemp("guard")) as service:
+        yield service
 
 
 def peak_mb(pid: int) -> int:
@@ -157,9 +163,27 @@ def test_memory_stays_bounded_under_attack(attacked, kind, port):
     tally = json.loads(done.stdout)
     assert tally["sent"] > 0
     assert peak_mb(process.pid) < MAX_RSS_MB
-    patient = RetryPolicy(attempts=None)  # the service may still cancel calls while it ends those of the attackers
-    with kvplane.connect(address, token="token-acme", timeout_s=60, retry=patient) as client:
-        assert client.find_cache_hit("acme/r", Content(token_ids=list(range(64)))).hit_tokens == 0
+    check_victim(address)
     with grpc.insecure_channel(health) as channel:
         answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def check_victim(address: str) -> None:
+    patient = RetryPolicy(attempts=None)  # the service may still cancel calls while it ends those of the attackers
+    with kvplane.connect(address, token="token-acme", timeout_s=60, retry=patient) as client:
+        assert client.find_cache_hit("acme/r", Content(token_ids=list(range(64)))).hit_tokens == 0
+
+
+def test_parts_of_messages_of_sessions_over_grpc_take_no_more_than_their_number_allows(tmp_path):
+    with attacked_service(tmp_path, f"max_message_bytes={PART_BYTES}") as (process, address, _):
+        with kvplane.connect(address, token="token-acme", timeout_s=60) as client:
+            for number in range(PARTIAL_SESSIONS):
+                client.register_replica(f"acme/{number}", SOURCE)
+        before = peak_mb(process.pid)
+        command = [sys.executable, "-m", "tests.service.auth.attacks", "partial_sessions", address, str(SECONDS)]
+        done = subprocess.run([*command, "token-acme", str(PART_BYTES)], capture_output=True, timeout=120, check=True)
+        most = PARTIAL_SESSIONS * PART_BYTES
+        assert json.loads(done.stdout)["sent"] > most // 2
+        assert peak_mb(process.pid) - before < 1.25 * (most >> 20) + 20
+        check_victim(address)
