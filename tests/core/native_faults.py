@@ -1,20 +1,23 @@
-"""`python -m tests.core.native_faults [NAME ...]`: plants faults in the compiled core, and says which test finds each.
+"""`python -m tests.core.native_faults [--record] [NAME ...]`: plants faults in the compiled core, and says which test
+finds each.
 
 A fault replaces one expression or statement of a C++ file. All are compiled into one private library, in which a number
 switches one on, and the tests of `TESTS` run with each in a process of its own, until one fails; then programs of
-`tests/fuzz`. Exit 1 if one is not found.
+`tests/fuzz`. Exit 1 if one is not found. `native_finds.json` has the test that found each before, which runs first, and
+those that found others run next; `--record` writes it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
@@ -30,6 +33,7 @@ extern "C" __attribute__((visibility("default"), used)) inline int kvplane_fault
 #define kFault kvplane_fault
 """
 MOST_S = 900  # of a process
+FINDS = Path(__file__).with_name("native_finds.json")
 TESTS = ("tests/core", "tests/service/test_sent_steps.py")
 MESSAGES = ("wire.h", "bind_bytes.h")  # what the second of these compares
 LEFT_OUT = (  # of the sources of the library, and of these faults
@@ -429,7 +433,9 @@ class Play:
 
     def __init__(self, library: Path, chosen: Sequence[str]) -> None:
         self._switch = ctypes.c_int.in_dll(ctypes.CDLL(str(library)), "kvplane_fault")
-        self._chosen, self._failed = chosen, ""
+        self._chosen = [name for name in chosen if name != "--record"]
+        self._records, self._failed = "--record" in chosen, ""
+        self._finds: dict[str, str] = json.loads(FINDS.read_text())
         self.is_good = True
 
     @pytest.hookimpl(tryfirst=True)
@@ -438,7 +444,10 @@ class Play:
         for number, fault in enumerate(FAULTS, start=1):
             if self._chosen and fault.name not in self._chosen:
                 continue
-            found = self._find(number, ordered(session.items, fault))
+            found = self._find(number, ordered(session.items, fault, self._finds))
+            if found and self._records:
+                self._finds[fault.name] = found
+                FINDS.write_text(json.dumps(self._finds, indent=0, sort_keys=True) + "\n")
             print(f"| {fault.name} | {fault.file} | {found or 'nothing'} |", flush=True)
             self.is_good &= bool(found)
         return True
@@ -471,11 +480,19 @@ class Play:
         return self._failed
 
 
-def ordered(items: Sequence[pytest.Item], fault: Fault) -> list[pytest.Item]:
-    """Return the tests, those first whose file has a word of the name of the fault's file."""
+def ordered(items: Sequence[pytest.Item], fault: Fault, finds: Mapping[str, str]) -> list[pytest.Item]:
+    """Return the tests: the one that found the fault before, those that found others, then those whose file has a word
+    of the name of the fault's file.
+    """
     named = "sent" if fault.file in MESSAGES else fault.file
     words = {word[:5] for word in re.split(r"[/_.]", named) if len(word) > 3}
-    return sorted(items, key=lambda item: not words & {word[:5] for word in item.path.stem.split("_")})
+    mine, others = finds.get(fault.name), set(finds.values())
+
+    def rank(item: pytest.Item) -> tuple[bool, bool, bool]:
+        is_named = bool(words & {word[:5] for word in item.path.stem.split("_")})
+        return item.nodeid != mine, item.nodeid not in others, not is_named
+
+    return sorted(items, key=rank)
 
 
 def fuzzed() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sysconfig
@@ -15,6 +16,10 @@ from tests.core import native_faults
 def test_faults_have_different_names():
     names = [fault.name for fault in native_faults.FAULTS]
     assert len(set(names)) == len(names)
+
+
+def test_recorded_finds_are_of_faults_that_are_there():
+    assert json.loads(native_faults.FINDS.read_text()).keys() <= {fault.name for fault in native_faults.FAULTS}
 
 
 def test_the_core_with_all_faults_compiles(tmp_path):
