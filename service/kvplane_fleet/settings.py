@@ -110,9 +110,11 @@ def load(path: Path) -> FleetSettings:
         if isinstance(content, dict) and isinstance(content.get("router"), dict):
             content["router"] = in_named_units(content["router"])
         settings = msgspec.convert(content, FleetSettings)
-    except msgspec.ValidationError as error:
-        raise InvalidArgument(f"{path}: {error}", field="places", remedy="see docs/fleet.md") from error
-    except (OSError, ValueError) as error:
+    except (msgspec.ValidationError, ValueError) as error:
+        remedy = "see docs/fleet.md; put names that YAML reads as numbers or dates in quotation marks"
+        what = f"{path}: {error}" if isinstance(error, msgspec.ValidationError) else f"{path} cannot be read: {error}"
+        raise InvalidArgument(what, field="places", remedy=remedy) from error
+    except OSError as error:
         raise InvalidArgument(f"{path} cannot be read: {error}", field="fleet", remedy="name a YAML file") from error
     for place in settings.places:
         if (place.service is None) == (place.events is None):

@@ -215,6 +215,38 @@ def test_a_bad_file_is_refused_by_name(tmp_path, text, named):
         load(path)
 
 
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        ("2024-99-99", "timestamp"),
+        ("2024-01-01T99:99:99Z", "timestamp"),
+        ("9" * 5000, "int"),
+        ("!!timestamp x", "timestamp"),
+        ("!!int x", "int"),
+        ("!!float [1]", ""),
+        ("!!bool x", "bool"),
+        ("!!binary x", ""),
+        ("!!set {a, b}", ""),
+        ("!!python/name:os.system x", ""),
+        ("2024-01-01", ""),
+        ("[" * 2000, ""),
+        ("*no", ""),
+        ("0x" + "9" * 5000, ""),
+        (".nan", ""),
+    ],
+    ids=lambda text: text[:12],
+)
+def test_values_that_yaml_reads_otherwise_are_refused_with_line_and_remedy(value, kind, tmp_path):
+    path = tmp_path / "places.yaml"
+    path.write_text(f"places:\n  - events: tcp://e:1\n    name: {value}\n")
+    with pytest.raises(InvalidArgument) as refused:
+        load(path)
+    assert "quotation marks" in str(refused.value)
+    assert len(str(refused.value)) < 1000
+    if kind:
+        assert f"line 3: {value.rpartition(' ')[2][:40]!r} is no {kind}" in str(refused.value)
+
+
 def test_a_file_names_places(tmp_path):
     path = tmp_path / "places.yaml"
     path.write_text("places: [{name: a, events: 'tcp://e:1', hash_algorithms: [sha256], draft_groups: [0, 2]}]")

@@ -15,12 +15,21 @@ def parse_yaml(text: bytes) -> object:
 
     Raises ValueError for whatever keeps it from being read, and for a key that stands twice in a mapping: YAML would
     keep the last one in silence. PyYAML raises other errors too, such as those of dates, of long numbers and of deep
-    nesting.
+    nesting; the line of such a value is named.
     """
     import yaml
 
     class Loader(yaml.SafeLoader):  # not libyaml's: deep nesting makes it crash the process
-        """Refuses a key that stands twice."""
+        """Refuses a key that stands twice, and names the line of a value that cannot be read."""
+
+        def construct_object(self, node: Any, deep: bool = False) -> Any:  # noqa: ANN401 - a Node
+            try:
+                return super().construct_object(node, deep)
+            except (ValueError, ArithmeticError, AttributeError, LookupError) as error:  # the last two of wrong tags
+                if not isinstance(node, yaml.ScalarNode):
+                    raise
+                what = f"line {node.start_mark.line + 1}: {node.value[:40]!r} is no {node.tag.rpartition(':')[2]}"
+                raise ValueError(f"{what}, as which YAML reads it ({error}); put a text in quotation marks") from None
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:  # noqa: ANN401 - a MappingNode
             lines: dict[str, int] = {}

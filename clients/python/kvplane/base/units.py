@@ -18,7 +18,7 @@ def parse_bytes(text: str, field: str = "memory", unit: str = "B") -> int:
     """Return the number of bytes of a size. A number without a unit is in `unit`. Raises InvalidArgument."""
     number = _parse(text, _BYTES, unit)
     if number is None:
-        raise InvalidArgument(f"{text!r} is not a size in bytes", field=field, remedy="write a size such as 40GiB")
+        raise InvalidArgument(f"{text[:40]!r} is not a size in bytes", field=field, remedy="write a size such as 40GiB")
     return number
 
 
@@ -26,7 +26,7 @@ def parse_duration(text: str, field: str, unit: str = "s") -> float:
     """Return the length of a duration in `unit`, which is also that of a number without one. Raises InvalidArgument."""
     number = _parse(text, _NANOSECONDS, unit)
     if number is None:
-        raise InvalidArgument(f"{text!r} is not a duration", field=field, remedy="write one such as 500ms, 10s or 2h")
+        raise InvalidArgument(f"{text[:40]!r} is not a duration", field=field, remedy="write one such as 500ms, 10s or 2h")
     return number / _NANOSECONDS[unit]
 
 
