@@ -173,11 +173,24 @@ class Index:
         copies, bits, table = self._copies[cell], self._sets.bits, self._table
         return {key: 1 + copies.get(key, 0) for key, number in table.items() if bits[number] >> cell & 1}
 
-    def packed_keys(self, cell: int, key_bytes: int) -> bytes:
-        """Return the ends of the keys of a cell, big-endian, each as often as it has copies."""
+    @property
+    def parts(self) -> int:
+        """Number of parts that can be read one after the other; a key stays in its part."""
+        return 1
+
+    def packed_keys(self, cell: int, key_bytes: int, first: int = 0, end: int | None = None) -> bytes:
+        """Return the ends of the keys of a cell, big-endian, each as often as it has copies; of the parts from `first`
+        to before `end`, or to the last one.
+        """
+        if first == (self.parts if end is None else end):
+            return b""
         mask = (1 << 8 * key_bytes) - 1
         keys = self.keys_of(cell).items()
         return b"".join((key & mask).to_bytes(key_bytes, "big") * copies for key, copies in keys)
+
+    def within(self, keys: Sequence[int], end: int) -> Sequence[int]:
+        """Return those of the keys that are in the parts before `end`."""
+        return keys if end == self.parts else ()
 
     # -- look-up -----------------------------------------------------------------------------------------------------
 

@@ -210,10 +210,10 @@ class Place:
         """Return the keys by tier and group, with their numbers of copies; it reads the whole index."""
         return {named: self._index.keys_of(cell) for named, cell in self.cells.items()}
 
-    def packed_content(self) -> dict[tuple[Tier, int], bytes]:
-        """Return the keys by tier and group, each of `key_bytes` and as often as it has copies."""
+    def packed_content(self, first: int, end: int) -> dict[tuple[Tier, int], bytes]:
+        """Return the keys in parts of the index, by tier and group, each of `key_bytes` as often as it has copies."""
         width = self.key_bytes or KEY_BYTES
-        return {named: self._index.packed_keys(cell, width) for named, cell in self.cells.items()}
+        return {named: self._index.packed_keys(cell, width, first, end) for named, cell in self.cells.items()}
 
     # -- claims ------------------------------------------------------------------------------------------------------
 

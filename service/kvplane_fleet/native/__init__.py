@@ -86,10 +86,22 @@ class NativeIndex:
         keys: dict[int, int] = self._native.keys_of(self._index, cell)
         return keys
 
-    def packed_keys(self, cell: int, key_bytes: int) -> bytes:
+    @property
+    def parts(self) -> int:
         """See Index."""
-        packed: bytes = self._native.packed_keys(self._index, cell, key_bytes // 8)
+        parts: int = self._native.PARTS
+        return parts
+
+    def packed_keys(self, cell: int, key_bytes: int, first: int = 0, end: int | None = None) -> bytes:
+        """See Index."""
+        last = self.parts if end is None else end
+        packed: bytes = self._native.packed_keys(self._index, cell, key_bytes // 8, first, last)
         return packed
+
+    def within(self, keys: Sequence[int], end: int) -> Sequence[int]:
+        """See Index."""
+        found: list[int] = self._native.within(keys, end)
+        return found
 
     def find(self, keys: Sequence[int]) -> Found:
         """See Index."""

@@ -233,20 +233,39 @@ PyObject* KeysOf(PyObject*, PyObject* arguments) {
     });
 }
 
-// packed_keys(index, cell, words) -> the keys of a cell, each as often as it has copies, as big-endian words of 64
-// bits: the last one, or both
+// packed_keys(index, cell, words, first, end) -> the keys of a cell in some parts of the table, each as often as it has
+// copies, as big-endian words of 64 bits: the last one, or both
 PyObject* PackedKeys(PyObject*, PyObject* arguments) {
     return Guarded([&] {
         const Table& table = TableOf(arguments);
         const Int words = ReadInt(At(arguments, 2));
+        const Int first = ReadInt(At(arguments, 3)), end = ReadInt(At(arguments, 4));
         Check(words == 1 || words == 2);
+        Check(0 <= first && first <= end && end <= static_cast<Int>(kShards));
         std::string packed;
-        table.ForEach(CellOf(table, arguments), [&](Key key, uint64_t copies) {
+        const auto take = [&](Key key, uint64_t copies) {
             const uint64_t both[] = {__builtin_bswap64(key.high), __builtin_bswap64(key.low)};
             const char* const last = reinterpret_cast<const char*>(both + 2);
             for (; copies > 0; --copies) packed.append(last - 8 * words, static_cast<size_t>(8 * words));
-        });
+        };
+        table.ForEach(CellOf(table, arguments), take, static_cast<size_t>(first), static_cast<size_t>(end));
         return PyBytes_FromStringAndSize(packed.data(), static_cast<Py_ssize_t>(packed.size()));
+    });
+}
+
+// within(keys, end) -> those of the keys that are in the first parts of the table, before `end`
+PyObject* Within(PyObject*, PyObject* arguments) {
+    return Guarded([&] {
+        PyObject* const given = At(arguments, 0);
+        const auto end = static_cast<size_t>(ReadInt(At(arguments, 1)));
+        const std::vector<Key> keys = ReadKeys(given);
+        Owned found(PyList_New(0));
+        for (size_t at = 0; at < keys.size(); ++at) {
+            if (Table::PartOf(keys[at]) >= end) continue;
+            const Owned key(PySequence_GetItem(given, static_cast<Py_ssize_t>(at)));
+            if (PyList_Append(found.get(), key.get()) < 0) throw Failed{};
+        }
+        return found.Release();
     });
 }
 
@@ -367,7 +386,7 @@ PyMethodDef kMethods[] = {
     {"digest", Digest, METH_VARARGS, nullptr},    {"size", Size, METH_VARARGS, nullptr},
     {"totals", Totals, METH_VARARGS, nullptr},
     {"add", Add, METH_VARARGS, nullptr},          {"remove", Remove, METH_VARARGS, nullptr},
-    {"packed_keys", PackedKeys, METH_VARARGS, nullptr},
+    {"packed_keys", PackedKeys, METH_VARARGS, nullptr}, {"within", Within, METH_VARARGS, nullptr},
     {"keys_of", KeysOf, METH_VARARGS, nullptr},   {"find", Find, METH_VARARGS, nullptr},
     {"layout", MakeLayout, METH_VARARGS, nullptr}, {"claims", Claims, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
@@ -381,5 +400,6 @@ PyModuleDef kModule = {PyModuleDef_HEAD_INIT, "_native", nullptr, -1, kMethods, 
 PyMODINIT_FUNC PyInit__native() {
     PyObject* module = PyModule_Create(&kvplane_fleet::kModule);
     if (module == nullptr || PyModule_AddStringConstant(module, "SOURCES", KVPLANE_SOURCES) < 0) return nullptr;
+    if (PyModule_AddIntConstant(module, "PARTS", kvplane_fleet::kShards) < 0) return nullptr;
     return module;
 }

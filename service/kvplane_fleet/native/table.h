@@ -360,10 +360,14 @@ class Table {
         return found;
     }
 
-    // Call `take(key, copies)` for each key of a cell.
+    // In which part of the table a key is, of kShards.
+    static size_t PartOf(Key key) { return Mixed(key) % kShards; }
+
+    // Call `take(key, copies)` for each key of a cell in parts of the table, from `first` to before `end`.
     template <typename Take>
-    void ForEach(Number cell, Take take) const {
-        for (const Shard& shard : shards_) {
+    void ForEach(Number cell, Take take, size_t first = 0, size_t end = kShards) const {
+        for (size_t part = first; part < end; ++part) {
+            const Shard& shard = shards_[part];
             for (size_t slot = 0; slot < shard.slots(); ++slot) {
                 if (shard.set(slot) == kEmpty || !sets.Has(shard.set(slot), cell)) continue;
                 const auto copy = copies_[cell].find(shard.key(slot));

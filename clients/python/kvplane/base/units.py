@@ -26,7 +26,9 @@ def parse_duration(text: str, field: str, unit: str = "s") -> float:
     """Return the length of a duration in `unit`, which is also that of a number without one. Raises InvalidArgument."""
     number = _parse(text, _NANOSECONDS, unit)
     if number is None:
-        raise InvalidArgument(f"{text[:40]!r} is not a duration", field=field, remedy="write one such as 500ms, 10s or 2h")
+        raise InvalidArgument(
+            f"{text[:40]!r} is not a duration", field=field, remedy="write one such as 500ms, 10s or 2h"
+        )
     return number / _NANOSECONDS[unit]
 
 
