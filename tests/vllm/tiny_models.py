@@ -1,6 +1,8 @@
 """Writes tiny models with random weights, of which every token depends on the whole context: a wrong page shows.
 
-python tests/vllm/tiny_models.py FOLDER
+python tests/vllm/tiny_models.py FOLDER [NAME ...]
+
+Without names, those of CONFIGS; MORE are for `python -m tests.vllm.shapes`.
 
 Runs in the environment of vLLM (`environment`).
 """
@@ -12,7 +14,22 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, GptOssConfig, LlamaConfig, Qwen3NextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Cohere2Config,
+    DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Olmo3Config,
+    Qwen3Config,
+    Qwen3NextConfig,
+    Starcoder2Config,
+)
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
 COMMON = {
@@ -56,11 +73,43 @@ CONFIGS = {
         linear_value_head_dim=128,
     ),
 }
+MORE = {
+    "cohere2": Cohere2Config(**COMMON, sliding_window=64, layer_types=[SLIDING] * 3 + [FULL], pad_token_id=0),
+    "deepseek": DeepseekV3Config(
+        **COMMON | {"num_key_value_heads": 4},
+        **EXPERTS,
+        first_k_dense_replace=2,
+        moe_intermediate_size=32,
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        q_lora_rank=32,
+        kv_lora_rank=64,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=16,
+        v_head_dim=32,
+    ),
+    "gemma2": Gemma2Config(**COMMON, sliding_window=64, query_pre_attn_scalar=32, pad_token_id=0),
+    "llama4": Llama4TextConfig(
+        **COMMON | {"num_hidden_layers": 8},
+        **EXPERTS | {"num_experts_per_tok": 1},
+        num_local_experts=2,
+        intermediate_size_mlp=128,
+        attention_chunk_size=64,
+        pad_token_id=0,
+    ),
+    "mha": LlamaConfig(**COMMON | {"num_key_value_heads": 4}),
+    "mistral": MistralConfig(**COMMON, sliding_window=64),
+    "mixtral": MixtralConfig(**COMMON, **EXPERTS, num_local_experts=4),
+    "olmo3": Olmo3Config(**COMMON, sliding_window=64, layer_types=[SLIDING] * 3 + [FULL], pad_token_id=0),
+    "qwen3": Qwen3Config(**COMMON),
+    "starcoder2": Starcoder2Config(**COMMON, sliding_window=64),
+}
 
 
 def write(name: str, folder: Path) -> None:
     """Write one model."""
-    config = CONFIGS[name]
+    config = (CONFIGS | MORE)[name]
     config.dtype = torch.float32
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(1)
@@ -74,5 +123,5 @@ def write(name: str, folder: Path) -> None:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    for one in CONFIGS:
+    for one in sys.argv[2:] or CONFIGS:
         write(one, Path(sys.argv[1]))

@@ -1,13 +1,14 @@
 """One engine answers requests under memory pressure and prints what it did as JSON: stock, or with kvplane.
 
 python tests/vllm/workload.py MODEL stock|kvplane|overwritten|mirror|remote SEEDS NUM_BLOCKS
-    [--ngram | --priority | --full] [ADDRESS REPLICA [PIPELINE]]
+    [--with JSON] [--ngram | --priority | --full] [ADDRESS REPLICA [PIPELINE]]
 
 Runs in the environment of vLLM (`environment`). SEEDS is the first seed and the last, as 1-20; each seed is two rounds
 of the same prompts. Prompts share prefixes; the pool is so small that requests are preempted and cached blocks evicted.
 "overwritten" is kvplane with all pages overwritten after the first round; "mirror" is kvplane with a service at ADDRESS
 that follows the engine; "remote", with "on" or "off" for its pipeline behind REPLICA, lets that service decide;
-"--ngram" adds n-gram speculation, "--priority" random priorities, "--full" clients to which hits are announced again.
+"--with" adds options of the engine, "--ngram" n-gram speculation, "--priority" random priorities, "--full" clients to
+which hits are announced again.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1,
 def engine(model: str, kind: str, num_blocks: int, **more: Any) -> LLM:
     """The engine; any kind but "stock" selects the scheduler and nothing else."""
     options: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 16, "max_num_batched_tokens": 256}
-    options |= OPTIONS[model] | more
+    options |= OPTIONS.get(model, OPTIONS["llama"]) | more
     if kind != "stock":
         options["scheduler_cls"] = "kvplane_vllm.scheduler.Scheduler"
     return LLM(
@@ -222,6 +223,9 @@ def main(model: str, kind: str, seeds: str, num_blocks: int, *target: str) -> No
     """Run the seeds, and print the result."""
     more: dict[str, Any] = dict(EVENTS)
     words = 900
+    if target and target[0] == "--with":
+        more |= json.loads(target[1])
+        target = target[2:]
     if target and target[0] == "--ngram":
         more["speculative_config"], target, words = NGRAM, target[1:], 30
     if target and target[0] == "--priority":
