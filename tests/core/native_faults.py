@@ -3,8 +3,8 @@ finds each.
 
 A fault replaces one expression or statement of a C++ file. All are compiled into one private library, in which a number
 switches one on, and the tests of `TESTS` run with each in a process of its own, until one fails; then programs of
-`tests/fuzz`. Exit 1 if one is not found. `native_finds.json` has the test that found each before, which runs first, and
-those that found others run next; `--record` writes it.
+`tests/fuzz`. Exit 1 if one is not found. `native_finds.json` has the test that found each before, which runs first,
+then short ones; `--record` writes it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
@@ -33,6 +34,7 @@ extern "C" __attribute__((visibility("default"), used)) inline int kvplane_fault
 #define kFault kvplane_fault
 """
 MOST_S = 900  # of a process
+LONG_S = 0.5
 FINDS = Path(__file__).with_name("native_finds.json")
 TESTS = ("tests/core", "tests/service/test_sent_steps.py")
 MESSAGES = ("wire.h", "bind_bytes.h")  # what the second of these compares
@@ -436,15 +438,20 @@ class Play:
         self._chosen = [name for name in chosen if name != "--record"]
         self._records, self._failed = "--record" in chosen, ""
         self._finds: dict[str, str] = json.loads(FINDS.read_text())
+        self._took: dict[str, float] = {}  # seconds of each test
         self.is_good = True
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Print a row per fault."""
+        chosen = self._chosen or [fault.name for fault in FAULTS]
+        if any(name not in self._finds for name in chosen):
+            self._took = json.loads(self._in_a_process(0, lambda: self._measured(session.items)))
         for number, fault in enumerate(FAULTS, start=1):
             if self._chosen and fault.name not in self._chosen:
                 continue
-            found = self._find(number, ordered(session.items, fault, self._finds))
+            items = ordered(session.items, fault, self._finds, self._took)
+            found = self._in_a_process(number, partial(self._found_by, items))
             if found and self._records:
                 self._finds[fault.name] = found
                 FINDS.write_text(json.dumps(self._finds, indent=0, sort_keys=True) + "\n")
@@ -453,24 +460,34 @@ class Play:
         return True
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note the test that fails."""
+        """Note the test that fails, and how long tests take."""
+        self._took[report.nodeid] = self._took.get(report.nodeid, 0.0) + report.duration
         if report.failed and not self._failed:
             self._failed = report.nodeid
 
-    def _find(self, number: int, items: Sequence[pytest.Item]) -> str:
+    def _in_a_process(self, number: int, work: Callable[[], str]) -> str:
+        """Do it with a fault, 0 = none, and return what it says, or how it ended."""
         readable, writable = os.pipe()
         child = os.fork()
         if child == 0:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             self._switch.value = number
-            signal.alarm(MOST_S)
-            os.write(writable, (self._run(items) or fuzzed()).encode())
+            signal.alarm(MOST_S if number else 0)
+            os.write(writable, work().encode())
             os._exit(0)
         os.close(writable)
         with os.fdopen(readable) as pipe:
             found = pipe.read()
         _, status = os.waitpid(child, 0)
         return found if status == 0 else f"the process ended with {os.waitstatus_to_exitcode(status)}"
+
+    def _found_by(self, items: Sequence[pytest.Item]) -> str:
+        return self._run(items) or fuzzed()
+
+    def _measured(self, items: Sequence[pytest.Item]) -> str:
+        """Run all tests; returns how long each took, as JSON. Raises AssertionError if one fails without a fault."""
+        assert not self._run(items), f"{self._failed} fails without a fault"
+        return json.dumps(self._took)
 
     def _run(self, items: Sequence[pytest.Item]) -> str:
         for item, following in zip_longest(items, items[1:]):
@@ -480,17 +497,20 @@ class Play:
         return self._failed
 
 
-def ordered(items: Sequence[pytest.Item], fault: Fault, finds: Mapping[str, str]) -> list[pytest.Item]:
-    """Return the tests: the one that found the fault before, those that found others, then those whose file has a word
-    of the name of the fault's file.
+def ordered(
+    items: Sequence[pytest.Item], fault: Fault, finds: Mapping[str, str], took: Mapping[str, float]
+) -> list[pytest.Item]:
+    """Return the tests: the one that found the fault before, those whose file has a word of the name of the fault's
+    file, those that found others, and the others; short ones first.
     """
     named = "sent" if fault.file in MESSAGES else fault.file
     words = {word[:5] for word in re.split(r"[/_.]", named) if len(word) > 3}
     mine, others = finds.get(fault.name), set(finds.values())
 
-    def rank(item: pytest.Item) -> tuple[bool, bool, bool]:
-        is_named = bool(words & {word[:5] for word in item.path.stem.split("_")})
-        return item.nodeid != mine, item.nodeid not in others, not is_named
+    def rank(item: pytest.Item) -> tuple[bool, bool, bool, float]:
+        is_named, seconds = bool(words & {word[:5] for word in item.path.stem.split("_")}), took.get(item.nodeid, 0.0)
+        is_likely = is_named or item.nodeid in others
+        return item.nodeid != mine, not (is_likely and seconds < LONG_S), seconds >= LONG_S, seconds
 
     return sorted(items, key=rank)
 
