@@ -8,13 +8,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
+from typing import Protocol
 
 from kvplane.base.errors import InvalidArgument, OutOfMemory
 from kvplane.base.groups import TierKind, TierSpec
+from kvplane.base.job_table import JobTable
 from kvplane.base.stamp_table import StampTable
 from kvplane_kernels.interface import PageOps
-from kvplane_worker.lending.holdings import Holdings
 from kvplane_worker.memory import is_in_memory
+from kvplane_worker.pages import PageBuffers
 from kvplane_worker.tiers.disk import DiskSlots
 from kvplane_worker.tiers.kept import left_table
 from kvplane_worker.tiers.movers import MoverMemory, Movers
@@ -24,6 +26,22 @@ from kvplane_worker.tiers.slots import HostSlots, Slots
 MOST_AT_ONCE = 0x7FFFF000  # bytes that Linux reads or writes in one call
 
 _log = logging.getLogger(__name__)
+
+
+class TierMemory(Protocol):
+    """What movers need of a rank's memory: its pages, their stamp table, and the job table. `Holdings` has it."""
+
+    @property
+    def buffers(self) -> PageBuffers:
+        """The pages."""
+
+    @property
+    def stamps(self) -> StampTable:
+        """The stamps of pages and slots."""
+
+    @property
+    def jobs(self) -> JobTable | None:
+        """The jobs; there is a table where there are tiers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +69,7 @@ class TierOptions:
     most_bytes: Mapping[TierKind, int] = field(default_factory=dict)
 
 
-def start_movers(holdings: Holdings, options: TierOptions, ops: PageOps) -> Movers:
+def start_movers(memory: TierMemory, options: TierOptions, ops: PageOps) -> Movers:
     """Allocate the slots of all tiers of a replica, and start the movers between them and the pages.
 
     Raises:
@@ -60,22 +78,22 @@ def start_movers(holdings: Holdings, options: TierOptions, ops: PageOps) -> Move
             the operator.
         WorkerExists: another worker uses the file of a disk tier.
     """
-    pages = holdings.buffers
-    assert holdings.jobs is not None, "the holdings were allocated with tiers"
+    pages = memory.buffers
+    assert memory.jobs is not None, "the memory was allocated with tiers"
     width = max(pages.group(group).bytes_per_block for group in range(pages.num_groups))
     with ExitStack() as cleanup:
         slots, first = list[Slots](), pages.num_blocks
         for index, spec in enumerate(options.specs):
             _check_size(options, index, width)
             is_host = spec.kind is TierKind.HOST
-            made = _host(spec, width, holdings) if is_host else _disk(options, index, width, holdings)
+            made = _host(spec, width, memory) if is_host else _disk(options, index, width, memory)
             slots.append(made)
             cleanup.callback(made.close)
             if isinstance(made, DiskSlots):
-                _take_over(made, first, holdings.stamps, options)
+                _take_over(made, first, memory.stamps, options)
             first += spec.num_blocks
         cleanup.pop_all()
-    return Movers(MoverMemory(pages, holdings.stamps, slots), ops, holdings.jobs)
+    return Movers(MoverMemory(pages, memory.stamps, slots), ops, memory.jobs)
 
 
 def _check_size(options: TierOptions, index: int, width: int) -> None:
@@ -99,8 +117,8 @@ def _check_size(options: TierOptions, index: int, width: int) -> None:
         )
 
 
-def _host(spec: TierSpec, width: int, holdings: Holdings) -> HostSlots:
-    return HostSlots(spec, width, str(holdings.buffers.memory.device))
+def _host(spec: TierSpec, width: int, memory: TierMemory) -> HostSlots:
+    return HostSlots(spec, width, str(memory.buffers.memory.device))
 
 
 def _take_over(slots: DiskSlots, first: int, stamps: StampTable, options: TierOptions) -> None:
@@ -117,8 +135,8 @@ def _take_over(slots: DiskSlots, first: int, stamps: StampTable, options: TierOp
     stamps.name_disks(slots.number)  # an empty file has another
 
 
-def _disk(options: TierOptions, index: int, width: int, holdings: Holdings) -> DiskSlots:
-    spec, plan = options.specs[index], holdings.buffers.plan.digest()
+def _disk(options: TierOptions, index: int, width: int, memory: TierMemory) -> DiskSlots:
+    spec, plan = options.specs[index], memory.buffers.plan.digest()
     if options.disk is None:
         raise InvalidArgument(
             "the replica has a disk tier, and this worker has no disk",

@@ -1,0 +1,212 @@
+"""vLLM's interface for KV connectors, with kvplane's tiers behind it: see `kvplane_vllm.tiers`.
+
+vllm serve MODEL --kv-transfer-config '{"kv_connector": "KvplaneConnector", "kv_role": "kv_both",
+    "kv_connector_module_path": "kvplane_vllm.connector", "kv_load_failure_policy": "recompute",
+    "kv_connector_extra_config": {"host": "64GiB", "disk": "/nvme/kv", "disk_size": "900GiB"}}'
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from kvplane.base.groups import CommitRule, ReplicaSpec
+from kvplane_vllm.spec import Limits, replica_spec
+from kvplane_vllm.tiers.host import HostAllocator, host_spec
+from kvplane_vllm.tiers.messages import Progress, StepOrders
+from kvplane_vllm.tiers.planner import Planner
+from kvplane_vllm.tiers.rank import TierRank
+from kvplane_vllm.tiers.settings import check_groups, settings_of, tiers_of
+
+_log = logging.getLogger("vllm.kvplane")
+
+
+@dataclass(slots=True)
+class StepMetadata(KVConnectorMetadata):
+    """`StepOrders` for the workers."""
+
+    orders: StepOrders
+
+
+@dataclass(slots=True)
+class WorkerMetadata(KVConnectorWorkerMetadata):
+    """`Progress` of the workers."""
+
+    progress: Progress
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
+        """Return what this and another rank report."""
+        assert isinstance(other, WorkerMetadata)
+        return WorkerMetadata(self.progress.with_(other.progress))
+
+
+class KvplaneConnector(KVConnectorBase_V1, SupportsHMA):
+    """Keeps what leaves the device in host memory and on a disk, and loads it for later requests.
+
+    vLLM makes one object for its scheduler, with a `planner`, and one for each worker, with a `rank`.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        """Raise InvalidArgument for options that are wrong, and for engines that are refused."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.settings = settings_of(vllm_config)
+        check_groups(kv_cache_config)
+        self._config, self._cache = vllm_config, kv_cache_config
+        self.planner: Planner | None = None
+        self.rank: TierRank | None = None
+        self._orders = StepOrders()
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """No: what is not saved is computed again."""
+        return False
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """No: the pages would be unmapped under their copies."""
+        return False
+
+    # -- the scheduler's half ----------------------------------------------------------------------------------------
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """Make the allocator of the tiers, with the groups of vLLM's, or of kvplane's in this process."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        num_blocks, tiers = tiers_of(self._cache, self.settings)
+        spec = host_spec(_spec_of(self._config, self._cache, kv_cache_manager), num_blocks, tiers)
+        host = HostAllocator(spec, self._config.parallel_config.world_size)
+        self.planner = Planner(host, self.settings.load_timeout_s)
+        _log.info(
+            "kvplane's tiers: %d blocks in host memory, %s on disk", num_blocks, [one.num_blocks for one in tiers]
+        )
+
+    @property
+    def _planner(self) -> Planner:
+        assert self.planner is not None, "vLLM binds its cache manager first"
+        return self.planner
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """See the base class. Loads are asynchronous."""
+        found = self._planner.matched(request, num_computed_tokens)
+        return found, bool(found)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """See the base class."""
+        self._planner.take(request, blocks.get_block_ids() if num_external_tokens else (), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """See the base class."""
+        return StepMetadata(self._planner.orders(scheduler_output))
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """See the base class."""
+        found = connector_output.kv_connector_worker_meta
+        progress = found.progress if isinstance(found, WorkerMetadata) else None
+        self._planner.report(progress, connector_output.finished_recving or (), connector_output.failed_recving)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """See the base class. Blocks may be freed: saves end before they are overwritten."""
+        del block_ids
+        self._planner.finish(request)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As `request_finished`."""
+        del block_ids
+        self._planner.finish(request)
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        """Whether vLLM must run further steps: what they computed last is saved with them."""
+        return self._planner.host.is_busy
+
+    def reset_cache(self) -> bool:
+        """See the base class."""
+        return self._planner.reset()
+
+    # -- the workers' half -------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: Mapping[str, Tensor]) -> None:
+        """Allocate the tiers of this rank. Raises the errors of `TierRank`."""
+        self.rank = TierRank(self._config, self._cache, self.settings, kv_caches)
+
+    @property
+    def _rank(self) -> TierRank:
+        assert self.rank is not None, "vLLM registers its pages first"
+        return self.rank
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Begin a step, before anything of it overwrites a page."""
+        assert isinstance(kv_connector_metadata, StepMetadata)
+        self._orders = kv_connector_metadata.orders
+        self._rank.begin(self._orders)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Loads begin behind the computation, with the saves."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are asynchronous."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Blocks are saved whole, behind the computation."""
+
+    def wait_for_save(self) -> None:
+        """End a step: its copies begin."""
+        orders, self._orders = self._orders, StepOrders()
+        self._rank.end(orders)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """See the base class. What fails is the load of a whole request: groups share the numbers of blocks."""
+        del finished_req_ids
+        loaded, failed = self._rank.take_loads()
+        return KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
+
+    def build_connector_worker_meta(self) -> WorkerMetadata:
+        """See the base class."""
+        return WorkerMetadata(self._rank.progress())
+
+    def shutdown(self) -> None:
+        """See the base class."""
+        if self.rank is not None:
+            self.rank.close()
+            self.rank = None
+
+
+def _spec_of(config: VllmConfig, cache: KVCacheConfig, manager: Any) -> ReplicaSpec:
+    """Return the settings of the engine's allocator: kvplane's, or made of vLLM's."""
+    made = getattr(manager, "spec", None)
+    if isinstance(made, ReplicaSpec):
+        return made
+    real = manager.coordinator
+    unit = real.scheduler_block_size
+    limits = Limits(
+        max_model_len=manager.max_model_len,
+        max_in_flight_tokens=config.max_in_flight_tokens,
+        scheduler_block_size=unit,
+        hash_block_size=cache.hash_block_size or unit,
+        hash_lookahead_tokens=0,
+        prefill_lookahead=0,
+        watermark_blocks=0,
+        enable_caching=manager.enable_caching,
+        hash_algorithm=config.cache_config.prefix_caching_hash_algo,
+    )
+    return replica_spec(cache, real, limits, CommitRule.SAFE, events=False)

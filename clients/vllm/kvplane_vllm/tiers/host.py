@@ -1,0 +1,150 @@
+"""The steps of the allocator whose device is the host memory of the ranks, and whose tier is their disk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvplane.base.groups import CommitRule, ReplicaSpec, TierSpec
+from kvplane.base.job_table import JobsEnd
+from kvplane.base.step import Part, PartResult, Step
+from kvplane.tier_jobs import TierJobs
+from kvplane_core.face.loader import new_in_process
+from kvplane_vllm.tiers.messages import EPOCH, PartOrders, Progress
+
+
+def host_spec(engine: ReplicaSpec, num_blocks: int, tiers: tuple[TierSpec, ...]) -> ReplicaSpec:
+    """Return the settings of the allocator: the groups of the engine in the memory of the host.
+
+    A hit ends between blocks, since no page is copied within host memory; its pages are written whole, not zeroed.
+    """
+    groups = tuple(replace(group, zero_new_blocks=False) for group in engine.groups)
+    return replace(
+        engine,
+        groups=groups,
+        num_blocks=num_blocks,
+        commit=CommitRule.SAFE,
+        partial_hits=False,
+        watermark_blocks=0,
+        events=False,
+        tiers=tiers,
+    )
+
+
+class _Reported:
+    """The job table of a rank, in another process: orders go with a step, ends come with its output."""
+
+    def __init__(self) -> None:
+        self.life = EPOCH
+        self.num_ended = 0
+        self.ordered = b""
+        self._ends: list[JobsEnd] = []
+
+    def order(self, record: bytes, checksum: int | None = None) -> bool:
+        """See `JobTable.order`."""
+        del checksum
+        self.ordered = record
+        return True
+
+    def report(self, ends: Sequence[JobsEnd]) -> None:
+        """Add ends that the rank has reported."""
+        self._ends += ends
+        self.num_ended += len(ends)
+
+    def ends_from(self, position: int) -> list[JobsEnd]:
+        """See `JobTable.ends_from`."""
+        ends, self._ends = self._ends, []
+        assert position + len(ends) == self.num_ended, "ends are read once, in order"
+        return ends
+
+
+class HostAllocator:
+    """Applies parts, one or more per step of vLLM.
+
+    Attributes:
+        replica: the allocator.
+        executed: the last step whose copies have ended on all ranks.
+        last_copies: the last step that has copies.
+    """
+
+    def __init__(self, spec: ReplicaSpec, num_ranks: int) -> None:
+        """Raise InvalidArgument if fields of the spec contradict each other."""
+        self.replica = new_in_process(spec)
+        self.replica.begin_epoch(EPOCH, memory_is_new=True)
+        self.executed = self.last_copies = 0
+        self._ranks = [_Reported() for _ in range(num_ranks)]
+        self._has_jobs = bool(spec.tiers)
+        self._jobs = TierJobs(self._ranks)  # type: ignore[arg-type]
+        self._jobs.begin(EPOCH, ())
+        self._seq = self._part = 0
+        self._reported = 0  # the executed step that the allocator knows
+        self._has_ends = False
+        self._orders: list[PartOrders] = []
+        self._done: list[int] = []
+        self._preempted: list[int] = []
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the step has parts already."""
+        return self._part > 0
+
+    @property
+    def seq(self) -> int:
+        """The number of the last step, or of the open one."""
+        return self._seq
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether copies or jobs are in flight, or have ended and the allocator does not know it."""
+        return self._reported < self.last_copies or self._has_ends or self._jobs.num_moving > 0
+
+    def report(self, progress: Progress) -> None:
+        """Take what the ranks have reported."""
+        for rank, ends in progress.ends.items():
+            self._ranks[rank].report(ends)
+            self._has_ends = self._has_ends or bool(ends)
+        if len(progress.executed) == len(self._ranks):
+            self.executed = max(self.executed, min(progress.executed.values()))
+
+    def open_if_ended(self) -> None:
+        """Let the allocator know what has ended, with a step of its own if none is open."""
+        if not self._part and (self._has_ends or self._reported < min(self.executed, self.last_copies)):
+            self.apply(Part())
+
+    def apply(self, part: Part, last: bool = False) -> PartResult:
+        """Apply a part of the step; its first one reports what has ended."""
+        if not self._part:
+            self._seq += 1
+            self._has_ends, self._reported = False, self.executed
+            if self._has_jobs:
+                self._jobs.report(part.cache, self.executed, self._seq)
+            self._done += part.cache.jobs_done
+        step = Step(EPOCH, self._seq, [part], part=self._part, last=last, executed_through=self._reported)
+        result: PartResult = self.replica.apply(step).parts[0]
+        self._preempted += result.preempted
+        self._jobs.order(self._seq, self._part, result)
+        orders, jobs = result.orders, self._ranks[0].ordered
+        for rank in self._ranks:
+            rank.ordered = b""
+        self._orders.append(PartOrders(self._part, list(orders.stamp_block), list(orders.stamp), jobs))
+        self._part += 1
+        return result
+
+    def take_ends(self) -> tuple[Sequence[int], Sequence[int]]:
+        """Return jobs that are done, and slots of requests that the allocator has preempted, since the last call."""
+        ended = self._done, self._preempted
+        self._done, self._preempted = [], []
+        return ended
+
+    def close(self, has_copies: bool) -> list[PartOrders]:
+        """End the step; returns the orders of its parts, in order."""
+        self.apply(Part(), last=True)
+        if has_copies:
+            self.last_copies = self._seq
+        self._part, orders = 0, self._orders
+        self._orders = []
+        return orders
+
+    def tables(self, slot: int) -> list[list[int]]:
+        """Return the host blocks of a request, by group."""
+        return self.replica.coordinator.tables(slot)

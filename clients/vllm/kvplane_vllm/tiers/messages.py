@@ -1,0 +1,75 @@
+"""What the two halves of the connector send each other, with each step of vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvplane.base.job_table import JobsEnd
+
+EPOCH = 1  # of the allocator: each start of the engine has memory of its own
+
+
+class Copies(NamedTuple):
+    """Blocks of one group that are copied between vLLM's pages and those in host memory, in pairs."""
+
+    group: int
+    device: Sequence[int]
+    host: Sequence[int]
+
+
+class PartOrders(NamedTuple):
+    """The orders of one part of a step of the allocator: stamps of host blocks, then jobs of the disk
+    (`kvplane.base.job_table.record_of`).
+    """
+
+    part: int
+    blocks: Sequence[int]
+    stamps: Sequence[int]
+    jobs: bytes
+
+
+@dataclass(slots=True)
+class StepOrders:
+    """What the workers do with a step of vLLM, to the workers.
+
+    Attributes:
+        seq: the step of the allocator; 0 = it has none, and there is nothing to do.
+        parts: its orders.
+        saves: copied after the step has been computed.
+        loads: by request, copied after the step has been computed; None = the load fails.
+        overwritten: blocks that the step may zero, copy into, load into or compute: no save reads them any more when
+            it begins.
+    """
+
+    seq: int = 0
+    parts: list[PartOrders] = field(default_factory=list)
+    saves: list[Copies] = field(default_factory=list)
+    loads: dict[str, list[Copies] | None] = field(default_factory=dict)
+    overwritten: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Progress:
+    """What has ended on each rank, to the scheduler.
+
+    Attributes:
+        executed: by rank, the step up to which all copies have ended.
+        ends: by rank, ends of jobs of the disk since the last report.
+        is_broken: whether a rank can save and load no more.
+    """
+
+    executed: Mapping[int, int]
+    ends: Mapping[int, Sequence[JobsEnd]]
+    is_broken: bool = False
+
+    def with_(self, other: Progress) -> Progress:
+        """Return what this and another report say."""
+        executed = {**self.executed}
+        for rank, seq in other.executed.items():
+            executed[rank] = max(seq, executed.get(rank, 0))
+        ends = {**self.ends}
+        for rank, some in other.ends.items():
+            ends[rank] = [*ends.get(rank, ()), *some]
+        return Progress(executed, ends, self.is_broken or other.is_broken)

@@ -1,0 +1,430 @@
+"""The scheduler's half: an allocator of kvplane whose device is the host memory, and whose tier is the disk.
+
+A request of vLLM has a twin there. What vLLM computes, the twin "computes" by a copy:
+
+    vLLM asks what is stored    the twin is looked up in host memory and disk; what the disk has is loaded into host
+                                memory first, and vLLM asks again until it is there or the time is over
+    vLLM has taken blocks       those behind its own hit are copied from the twin's
+    vLLM computes tokens        full blocks are copied to new blocks of the twin, behind the computation
+
+So the hit that vLLM gets is the union of its own hit and the tiers, and its load reads host memory alone, which does
+not fail. All decisions (hits by group, evictions, slots and versions of the disk, what is saved there and when) are
+those of the allocator.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from kvplane.base.sections import AdmitRow
+from kvplane.base.step import ANY_HIT, UNLIMITED, AdmitStatus, Cache, End, News, Part, PartResult, RowFlag
+from kvplane_core.face.part_rows import RunRow, Update, admit_section, facts_section, news_section, run_section
+from kvplane_vllm.tiers.host import HostAllocator
+from kvplane_vllm.tiers.messages import Copies, Progress, StepOrders
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
+    from vllm.v1.request import Request
+
+_log = logging.getLogger("vllm.kvplane")
+MOST_LOADS = 2  # of one request from the disk, of which the first failed
+MOST_TWINS = 1 << 13
+
+
+class State(Enum):
+    """Where a twin is."""
+
+    IDLE = auto()  # it holds no blocks
+    FETCHING = auto()  # the disk is read into its blocks
+    READY = auto()  # it holds a hit, which vLLM has not taken
+    LOADING = auto()  # its blocks are copied to those of vLLM
+    RUNNING = auto()  # vLLM has computed tokens of it
+
+
+@dataclass(slots=True)
+class Twin:
+    """The twin of a request.
+
+    Attributes:
+        slot: of the allocator.
+        num_tokens, num_hashes: of the request, as the allocator knows them.
+        held: leading tokens whose blocks the twin holds or that are being copied.
+        asked: tokens that vLLM had of its own when it asked last.
+        job: load from the disk in flight; since when.
+        tries: loads that failed.
+        is_over: vLLM's request has ended, and its load has not.
+    """
+
+    slot: int
+    request: Request
+    num_tokens: int = 0
+    num_hashes: int = 0
+    state: State = State.IDLE
+    held: int = 0
+    asked: int = 0
+    job: int = 0
+    since: float = 0.0
+    tries: int = 0
+    is_over: bool = False
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened, in tokens or requests."""
+
+    loaded_tokens: int = 0
+    fetched_loads: int = 0
+    failed_loads: int = 0
+    late_loads: int = 0
+    refused: int = 0  # requests for which there was no room in host memory
+    unsaved: int = 0  # requests that lost a block before it could be saved
+    mismatched: int = 0  # hits with other blocks than vLLM has for them
+
+
+@dataclass(frozen=True, slots=True)
+class _Grows:
+    """A twin that gets blocks up to this number of tokens, in a row of a part."""
+
+    twin: Twin
+    first: int
+    end: int
+
+
+class Planner:
+    """The twins of all requests, and the orders of the next step."""
+
+    def __init__(self, host: HostAllocator, load_timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock`: seconds."""
+        self.host = host
+        self.counts = Counts()
+        spec = host.replica.spec
+        self._sizes = [group.block_size for group in spec.groups]
+        self._hash_size, self._unit = spec.hash_block_size, spec.scheduler_block_size
+        self._no_hit = (
+            spec.max_model_len
+        )  # which no look-up finds: the row is answered with the hit, and changes nothing
+        self._has_disk = bool(spec.tiers)
+        self._timeout_s, self._clock = load_timeout_s, clock
+        self._twins: dict[str, Twin] = {}
+        self._by_slot: dict[int, Twin] = {}
+        self._news: list[News] = []
+        self._free_slots: list[int] = []
+        self._num_slots = 0
+        self._loads: dict[str, list[Copies] | None] = {}
+        self._is_broken = False
+
+    # -- what is stored ----------------------------------------------------------------------------------------------
+
+    def matched(self, request: Request, num_computed: int) -> int | None:
+        """Return how many tokens behind the computed ones are loaded; None: vLLM asks again with the next step."""
+        twin = None if request.skip_reading_prefix_cache else self._twin_of(request)
+        if twin is None:
+            return 0
+        if twin.state in (State.RUNNING, State.LOADING):  # it was preempted, or its load failed
+            self._end(twin, End.PREEMPTED)
+        if twin.state is State.FETCHING and not self._has_arrived(twin):
+            return None
+        if twin.state is State.IDLE:
+            self._admit(twin, num_computed)
+        if twin.state is State.FETCHING:
+            return None
+        twin.asked = num_computed
+        return max(0, twin.held - num_computed)
+
+    def _has_arrived(self, twin: Twin) -> bool:
+        """Whether the disk has been read for a twin, or the time for that is over."""
+        self.host.open_if_ended()
+        self._take_ends()
+        if twin.state is not State.FETCHING:
+            return True
+        if self._clock() - twin.since <= self._timeout_s:
+            return False
+        self.counts.late_loads += 1
+        _log.warning("request %s is computed: the disk has not answered in time", twin.request.request_id)
+        twin.tries = MOST_LOADS
+        self._end(twin, End.PREEMPTED)
+        return True
+
+    def _admit(self, twin: Twin, num_computed: int) -> None:
+        """Let a twin hold a hit, if there is one that is longer than what vLLM has."""
+        flags = int(RowFlag.LOAD) if self._has_disk and twin.tries < MOST_LOADS else 0
+        if self._hit_of(twin, flags) <= num_computed:
+            return
+        row = AdmitRow(twin.slot, cap=0, min_new=0, flags=flags, expected_hit=ANY_HIT)
+        result = self._apply(admits=[row])
+        status = AdmitStatus(result.admit_status[0])
+        if status is not AdmitStatus.GRANTED:
+            self.counts.refused += status in (AdmitStatus.REFUSED, AdmitStatus.NEVER_FITS)
+            return
+        twin.held, twin.since = result.admit_hit[0], self._clock()
+        twin.job = result.admit_job[0] if result.admit_job else 0
+        twin.state = State.FETCHING if twin.job else State.READY
+
+    def _hit_of(self, twin: Twin, flags: int = 0, limit: int = UNLIMITED) -> int:
+        """Return the hit of a twin that holds nothing, in tokens: with the disk if `flags` has LOAD."""
+        row = AdmitRow(twin.slot, cap=0, min_new=0, flags=flags, expected_hit=self._no_hit, hit_limit=limit)
+        return self._apply([self._progress(twin)], admits=[row]).admit_hit[0]
+
+    def take(self, request: Request, tables: Sequence[Sequence[int]], num_external: int) -> None:
+        """Copy the hit of a twin into the blocks that vLLM has taken for it."""
+        twin = self._twin_of(request)
+        if twin is None or twin.state is not State.READY or not num_external:
+            return
+        copies = self._copies(twin, tables, twin.asked, twin.asked + num_external, to_device=True)
+        if copies is None:
+            self.counts.mismatched += 1
+            _log.error("request %s is computed: its hit has other blocks than vLLM", request.request_id)
+        self._loads[request.request_id] = copies
+        twin.state = State.LOADING
+        self.counts.loaded_tokens += num_external
+
+    # -- what is computed --------------------------------------------------------------------------------------------
+
+    def orders(self, output: SchedulerOutput) -> StepOrders:
+        """Return what the workers do with this step."""
+        before = self.host.seq if self.host.executed < self.host.last_copies else 0
+        saves = [] if self._is_broken else self._saves(output)
+        loads, self._loads = self._loads, {}
+        self.host.open_if_ended()
+        self._take_ends()
+        orders = StepOrders(saves=saves, loads=loads)
+        if self.host.is_open or saves or loads:
+            orders.parts = self.host.close(has_copies=bool(saves or loads))
+            orders.seq = self.host.seq
+        if before:
+            orders.overwritten = _overwritten(output, loads)
+        return orders
+
+    def _saves(self, output: SchedulerOutput) -> list[Copies]:
+        """Let twins hold what their requests compute in this step; returns what is copied for that."""
+        facts, runs, grows, new = list[Update](), list[RunRow](), list[_Grows](), list[tuple[Twin, int, int]]()
+        for name, computed in _computed(output):
+            twin = self._twins.get(name)
+            end = self._end_of(twin, computed + output.num_scheduled_tokens[name]) if twin is not None else 0
+            if twin is None or not end:
+                continue
+            if twin.state is State.FETCHING:
+                self._end(twin, End.PREEMPTED)
+            if twin.state is State.IDLE:
+                computed += -computed % self._unit  # whole units, of which vLLM has all blocks that follow
+                if computed <= end:
+                    new.append((twin, computed, end))
+                continue
+            twin.state = State.RUNNING
+            if end > twin.held:
+                facts.append(self._progress(twin))
+                runs.append((twin.slot, end - twin.num_tokens, 0, -1, 0, 0))
+                grows.append(_Grows(twin, twin.held, end))
+        done = [granted > 0 for granted in self._apply(facts, runs).granted] if runs else []
+        for one in new:
+            is_done, grown = self._begin(*one)
+            done.append(is_done)
+            grows.append(grown)
+        found = [self._grown(one, is_done, output) for one, is_done in zip(grows, done, strict=True)]
+        return list(chain.from_iterable(found))
+
+    def _begin(self, twin: Twin, computed: int, end: int) -> tuple[bool, _Grows]:
+        """Let a twin that holds nothing hold what its request has, and what it computes."""
+        hit = self._hit_of(twin, limit=computed)
+        cap = end - computed
+        row = AdmitRow(twin.slot, external=computed - hit, cap=cap, min_new=0, expected_hit=hit, hit_limit=computed)
+        status = self._apply(admits=[row]).admit_status[0]
+        return status == AdmitStatus.GRANTED, _Grows(twin, hit, end)
+
+    def _end_of(self, twin: Twin, end: int) -> int:
+        """Return up to where a twin follows: whole units of tokens whose hashes are known."""
+        end = min(end, len(twin.request.block_hashes) * self._hash_size, twin.request.num_tokens)
+        return end - end % self._unit
+
+    def _grown(self, one: _Grows, is_done: bool, output: SchedulerOutput) -> list[Copies]:
+        """Return what is copied to the new blocks of a twin. It ends without room, or if vLLM has lost a block."""
+        twin, state = one.twin, output.kv_connector_block_state
+        if not is_done:
+            self.counts.refused += 1
+            self._end(twin, End.PREEMPTED)
+            return []
+        twin.state, twin.held = State.RUNNING, one.end
+        theirs = _tables(state, twin.request.request_id)
+        copies = self._copies(twin, theirs, one.first, one.end)
+        if copies is None:
+            self.counts.unsaved += 1
+            self._lose(twin, one.first)
+        return copies or []
+
+    def _lose(self, twin: Twin, first: int) -> None:
+        """Forget the new blocks of a twin, which will not be written, with all twins that hold one of them."""
+        fresh = {
+            block
+            for row, size in zip(self.host.tables(twin.slot), self._sizes, strict=True)
+            for block in row[first // size :]
+        } - {0}
+        holders = [
+            one for one in self._twins.values() if one.state is not State.IDLE and one.state is not State.FETCHING
+        ]
+        holders = [one for one in holders if not fresh.isdisjoint(chain(*self.host.tables(one.slot)))]
+        self._apply([Update(one.slot, end=End.PREEMPTED) for one in holders], cache=Cache(evicted=sorted(fresh)))
+        for one in holders:
+            one.state, one.held = State.IDLE, 0
+
+    def _copies(
+        self, twin: Twin, tables: Sequence[Sequence[int]], first: int, end: int, to_device: bool = False
+    ) -> list[Copies] | None:
+        """Return the pairs of full blocks between these tokens, by group; None if what is written has a block that what
+        is read lacks.
+        """
+        found, ours = list[Copies](), self.host.tables(twin.slot)
+        for group, size in enumerate(self._sizes):
+            at = slice(first // size, end // size)
+            device, host = tables[group][at], ours[group][at]
+            read, written = (host, device) if to_device else (device, host)
+            wanted = [place for place, block in enumerate(written) if block]
+            if len(read) != len(written) or not all(read[place] for place in wanted):
+                return None
+            if wanted:
+                found.append(Copies(group, [device[place] for place in wanted], [host[place] for place in wanted]))
+        return found
+
+    # -- what has ended ----------------------------------------------------------------------------------------------
+
+    def finish(self, request: Request) -> None:
+        """A request has ended: its twin too, when its load has."""
+        twin = self._twins.get(request.request_id)
+        if twin is not None and twin.state is State.LOADING:
+            twin.is_over = True
+        elif twin is not None:
+            self._end(twin, End.FREE)
+
+    def report(self, progress: Progress | None, loaded: Iterable[str], failed: Iterable[str]) -> None:
+        """Take what the workers have reported."""
+        if progress is not None:
+            self.host.report(progress)
+            if progress.is_broken and not self._is_broken:
+                self._is_broken = True
+                _log.error("the tiers are left alone: a copy failed; see the log of the workers")
+        for name in failed:
+            if (twin := self._twins.get(name)) is not None:
+                twin.tries = MOST_LOADS
+        for name in loaded:
+            twin = self._twins.get(name)
+            if twin is not None and twin.state is State.LOADING:
+                twin.state = State.RUNNING
+                if twin.is_over:
+                    self._end(twin, End.FREE)
+
+    def reset(self) -> bool:
+        """Forget all that is stored; returns False, and changes nothing, while a request loads or waits for a load."""
+        busy = (State.LOADING, State.FETCHING)
+        if any(twin.state in busy for twin in self._twins.values()):
+            return False
+        for twin in list(self._twins.values()):
+            if twin.state is not State.IDLE:
+                self._end(twin, End.PREEMPTED)
+        return self._apply(cache=Cache(reset=True)).reset_done
+
+    # -- twins -------------------------------------------------------------------------------------------------------
+
+    def _twin_of(self, request: Request) -> Twin | None:
+        """Return the twin of a request, a new one if it has none; None where there is none."""
+        twin = self._twins.get(request.request_id)
+        if twin is not None and twin.request is request:
+            return twin
+        if twin is not None:
+            self._end(twin, End.FREE)  # the id is used again
+        if self._is_broken or request.resumable or len(self._twins) >= MOST_TWINS:
+            return None
+        slot = self._free_slots.pop() if self._free_slots else self._num_slots
+        self._num_slots = max(self._num_slots, slot + 1)
+        prompt = max(1, min(request.num_prompt_tokens, request.num_tokens))
+        digests = request.block_hashes[: prompt // self._hash_size]
+        twin = Twin(slot, request, prompt, len(digests))
+        self._twins[request.request_id] = self._by_slot[slot] = twin
+        self._news.append(
+            News([slot], [prompt], num_hashes=[len(digests)], hashes=b"".join(digests), request_id=[request.request_id])
+        )
+        return twin
+
+    def _progress(self, twin: Twin) -> Update:
+        """Return the row with the tokens and hashes that the request has gained."""
+        if any(news.slot[0] == twin.slot for news in self._news) and twin.request.num_tokens > twin.num_tokens:
+            self._apply()
+        appended, twin.num_tokens = twin.request.num_tokens - twin.num_tokens, twin.request.num_tokens
+        digests = twin.request.block_hashes[twin.num_hashes : twin.num_tokens // self._hash_size]
+        twin.num_hashes += len(digests)
+        return Update(twin.slot, appended=appended, digests=digests)
+
+    def _end(self, twin: Twin, end: End, evicted: Sequence[int] = ()) -> None:
+        """End a twin (FREE), or let it hold nothing (PREEMPTED)."""
+        if twin.state is not State.IDLE or end is End.FREE:
+            self._apply([Update(twin.slot, end=end)], cache=Cache(evicted=list(evicted)))
+        twin.state, twin.held, twin.job = State.IDLE, 0, 0
+        if end is End.FREE:
+            del self._twins[twin.request.request_id], self._by_slot[twin.slot]
+            self._free_slots.append(twin.slot)
+
+    def _apply(
+        self,
+        facts: Sequence[Update] = (),
+        runs: Sequence[RunRow] = (),
+        admits: Sequence[AdmitRow] = (),
+        cache: Cache | None = None,
+    ) -> PartResult:
+        """Apply one part. The twins that it preempts, since their load failed, hold nothing any more."""
+        news, self._news = self._news, []
+        known = [one for one in facts if one.appended or one.digests or one.end]
+        if news and known:
+            self.host.apply(Part(news=news_section(news)))
+            news = []
+        part = Part(facts_section(known), cache or Cache(), news_section(news))
+        part.run, part.admit = run_section(runs), admit_section(admits)
+        result = self.host.apply(part)
+        self._take_ends()
+        return result
+
+    def _take_ends(self) -> None:
+        """Take the ends of loads from the disk."""
+        done, preempted = self.host.take_ends()
+        for job in done:
+            for twin in self._by_slot.values():
+                if twin.job == job and twin.state is State.FETCHING:
+                    twin.state, twin.job = State.READY, 0
+                    self.counts.fetched_loads += 1
+        for slot in preempted:
+            one = self._by_slot.get(slot)
+            if one is not None and one.state is State.FETCHING:
+                one.state, one.held, one.job = State.IDLE, 0, 0
+                one.tries += 1
+                self.counts.failed_loads += 1
+
+
+def _computed(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
+    """Yield the requests of a step, with their computed tokens before it."""
+    for one in output.scheduled_new_reqs:
+        yield one.req_id, one.num_computed_tokens
+    cached = output.scheduled_cached_reqs
+    yield from zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+
+
+def _tables(state: KVConnectorBlockState | None, name: str) -> Sequence[Sequence[int]]:
+    found = state.get_block_ids(name) if state is not None else None
+    assert found is not None, "vLLM gives the blocks of each request that it schedules"
+    return found
+
+
+def _overwritten(output: SchedulerOutput, loads: dict[str, list[Copies] | None]) -> set[int]:
+    """Return the blocks that a step may zero, copy into, load into or compute; further ones do no harm.
+
+    What it computes is stored in blocks that it allocates, or behind the full blocks of a table, which no save reads.
+    """
+    rows = [one.block_ids for one in output.scheduled_new_reqs]
+    rows += [row for row in output.scheduled_cached_reqs.new_block_ids if row is not None]
+    found = set(chain.from_iterable(chain.from_iterable(rows)))
+    found.update(output.new_block_ids_to_zero or ())
+    found.update(copy.dst_block_id for copy in output.kv_cache_block_copies or ())
+    found.update(block for copies in loads.values() for one in copies or () for block in one.device)
+    return found

@@ -1,0 +1,132 @@
+"""The workers' half: carries out the orders of a step on one rank, and says what has ended."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from kvplane.base.errors import OutOfMemory
+from kvplane.base.job_table import JobTable, job_table_bytes, rows_for
+from kvplane.base.stamp_table import StampTable, table_bytes
+from kvplane.base.step import Orders
+from kvplane.rank import Rank
+from kvplane_kernels.torch_ops import TorchOps
+from kvplane_vllm.tiers.copier import Copier, Task
+from kvplane_vllm.tiers.layout import device_pages, host_plan, row_bytes
+from kvplane_vllm.tiers.messages import EPOCH, Progress, StepOrders
+from kvplane_vllm.tiers.settings import FIELD, Settings, tiers_of
+from kvplane_worker.memory import free_host_bytes, pin_host_memory
+from kvplane_worker.pages import PageBuffers, PageMover
+from kvplane_worker.tiers import Movers, TierOptions, start_movers
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+CLOSE_S = 5.0  # for a disk that hangs
+MOST_OF_FREE = 0.8  # share of the free host memory that the tier may take
+_log = logging.getLogger("vllm.kvplane")
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """The pages in host memory, their stamp table, and the job table of their disk."""
+
+    buffers: PageBuffers
+    stamps: StampTable
+    jobs: JobTable
+
+
+class TierRank:
+    """One rank."""
+
+    def __init__(
+        self, config: VllmConfig, cache: KVCacheConfig, settings: Settings, views: Mapping[str, Tensor]
+    ) -> None:
+        """Allocate the tiers. Raises WrongLayout, and the errors of `start_movers` and OutOfMemory."""
+        self._overlaps = not config.use_v2_model_runner  # which zeroes and copies pages before it calls the connector
+        self._number = 0
+        rows, (num_blocks, specs) = row_bytes(cache), tiers_of(cache, settings)
+        ops, plan, num_ids = TorchOps(), host_plan(rows, num_blocks), num_blocks + sum(one.num_blocks for one in specs)
+        device = device_pages(cache, views)
+        free = int(free_host_bytes() * MOST_OF_FREE)
+        if plan.size_bytes > free:
+            raise OutOfMemory(
+                f"the tier in host memory needs {plan.size_bytes} bytes, {free} bytes are {MOST_OF_FREE:.0%} of what "
+                "is free",
+                field=f"{FIELD}.host",
+                remedy=f"give at most {free // plan.bytes_per_block * plan.bytes_per_block} bytes",
+            )
+        buffers = PageBuffers.allocate(plan)
+        pin_host_memory(buffers.memory, str(device[0].layers[0].device))
+        stamps = StampTable.create(bytearray(table_bytes(num_ids)), num_ids, secrets.randbits(64) or 1)
+        num_rows = rows_for(num_ids)
+        jobs = JobTable.create(bytearray(job_table_bytes(num_rows)), num_rows)
+        memory = HostMemory(buffers, stamps, jobs)
+        self._movers: Movers | None = None
+        if settings.disk is not None:
+            content = blake2b(repr((rows, config.model_config.model)).encode(), digest_size=16).digest()
+            name = f"vllm-{config.parallel_config.data_parallel_index}"
+            options = TierOptions(specs, settings.disk, name, content, self._number)
+            self._movers = start_movers(memory, options, ops)
+        self._rank = Rank(stamps, PageMover(buffers, ops))
+        self._rank.claim(EPOCH)
+        self._jobs, self._num_ends = jobs, 0
+        host = [buffers.group(group) for group in range(len(rows))]
+        self.copier = Copier(device, host, ops)
+        self._loaded: set[str] = set()
+        self._failed: set[str] = set()
+
+    def begin(self, orders: StepOrders) -> None:
+        """Carry out the orders of a step, before vLLM zeroes, copies or computes anything of it."""
+        self.copier.fence(orders.overwritten)
+        self._poll()
+        for part in orders.parts:
+            stamps = Orders(stamp_block=list(part.blocks), stamp=list(part.stamps))
+            self._rank.carry_out(EPOCH, orders.seq, part.part, stamps)
+            if part.jobs and not self._jobs.order(part.jobs):
+                _log.error("the job table of the disk is full")
+
+    def end(self, orders: StepOrders) -> None:
+        """Copy what a step loads and saves, behind its computation."""
+        if not orders.seq:
+            return
+        self.copier.submit(Task(orders.seq, orders.saves, orders.loads))
+        if not self._overlaps:
+            self.copier.drain()
+
+    def take_loads(self) -> tuple[set[str], set[str]]:
+        """Return the requests whose load has ended, and those of them whose load failed, since the last call."""
+        self._poll()
+        ended = self._loaded, self._failed
+        self._loaded, self._failed = set(), set()
+        return ended
+
+    def progress(self) -> Progress:
+        """Return what has ended."""
+        self._poll()
+        ends = self._jobs.ends_from(self._num_ends)
+        self._num_ends += len(ends)
+        return Progress({self._number: self._rank.executed_through}, {self._number: ends}, self.copier.is_broken)
+
+    def _poll(self) -> None:
+        executed, loaded = self.copier.ended()
+        if executed > self._rank.executed_through:
+            self._rank.executed(executed)
+        self._loaded.update(loaded)
+        self._failed.update(name for name, is_good in loaded.items() if not is_good)
+
+    def close(self) -> None:
+        """Stop. Does not wait for a disk that hangs."""
+        self.copier.close()
+        if self._movers is not None:
+            thread = threading.Thread(target=self._movers.close, daemon=True)
+            thread.start()
+            thread.join(CLOSE_S)

@@ -1,0 +1,178 @@
+"""The options of the connector (`kv_connector_extra_config`), and the engines that it refuses, by name and at start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvplane.base.errors import InvalidArgument
+from kvplane.base.groups import SavePolicy, TierKind, TierSpec
+from kvplane.base.units import parse_bytes, parse_duration
+from kvplane_vllm.tiers.layout import host_plan, row_bytes
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+FIELD = "kv_transfer_config.kv_connector_extra_config"
+OPTIONS = ("host", "disk", "disk_size", "save", "load_timeout")
+FIXED_HASHES = ("sha256", "sha256_cbor")
+LEAVE_OUT = "leave --kv-transfer-config out"
+
+Problem = tuple[str, str, str, Callable[["VllmConfig"], Any]]  # problem, field, remedy, whether it is there
+
+REFUSED: tuple[Problem, ...] = (
+    (
+        "a request whose load fails would end with an error",
+        "kv_transfer_config.kv_load_failure_policy",
+        'give "kv_load_failure_policy": "recompute"',
+        lambda one: one.kv_transfer_config.kv_load_failure_policy != "recompute",
+    ),
+    (
+        "it saves and loads pages of one engine",
+        "kv_transfer_config.kv_role",
+        'give "kv_role": "kv_both"',
+        lambda one: one.kv_transfer_config.kv_role != "kv_both",
+    ),
+    (
+        "without prefix caching blocks have no hashes",
+        "cache_config.enable_prefix_caching",
+        "give --enable-prefix-caching",
+        lambda one: not one.cache_config.enable_prefix_caching,
+    ),
+    (
+        "there was no test with several ranks",
+        "parallel_config",
+        f"give --tensor-parallel-size 1, or {LEAVE_OUT}",
+        lambda one: one.parallel_config.world_size > 1 or one.parallel_config.decode_context_parallel_size > 1,
+    ),
+    (
+        "there was no test with speculative decoding",
+        "speculative_config",
+        f"leave --speculative-config out, or {LEAVE_OUT}",
+        lambda one: one.speculative_config,
+    ),
+    (
+        "an adapter's weights may change under its name",
+        "lora_config",
+        f"leave --enable-lora out, or {LEAVE_OUT}",
+        lambda one: one.lora_config,
+    ),
+    (
+        "pages are unmapped while the engine sleeps",
+        "model_config.enable_sleep_mode",
+        f"leave --enable-sleep-mode out, or {LEAVE_OUT}",
+        lambda one: one.model_config.enable_sleep_mode,
+    ),
+)
+REFUSED_WITH_DISK: tuple[Problem, ...] = (
+    (
+        "block hashes of this algorithm differ between processes",
+        "cache_config.prefix_caching_hash_algo",
+        "give --prefix-caching-hash-algo sha256, or leave disk out",
+        lambda one: one.cache_config.prefix_caching_hash_algo not in FIXED_HASHES,
+    ),
+    (
+        "the scales of the pages are computed again in each process",
+        "cache_config.calculate_kv_scales",
+        "leave --calculate-kv-scales or disk out",
+        lambda one: getattr(one.cache_config, "calculate_kv_scales", False),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The options of the connector.
+
+    Attributes:
+        host_bytes: of the tier in host memory.
+        disk: folder of the disk tier; None = there is none.
+        disk_bytes: of the disk tier.
+        save: when blocks in host memory are copied to the disk.
+        load_timeout_s: how long a request waits for the disk before it is computed.
+    """
+
+    host_bytes: int
+    disk: Path | None
+    disk_bytes: int
+    save: SavePolicy
+    load_timeout_s: float
+
+
+def settings_of(config: VllmConfig) -> Settings:
+    """Return the options of this engine. Raises InvalidArgument for an option that is wrong or missing, and for a
+    setting of vLLM with which tiers do not run.
+    """
+    transfer = config.kv_transfer_config
+    assert transfer is not None, "vLLM makes a connector for a kv_transfer_config"
+    given: Mapping[str, Any] = transfer.kv_connector_extra_config
+    for name, value in given.items():
+        if name not in OPTIONS:
+            raise _wrong(name, f"{name!r} is not one of the options {', '.join(OPTIONS)}", "leave it out")
+        if not isinstance(value, str) or not value:
+            raise _wrong(name, f"{value!r} is not a text", 'write it in quotes, such as "64GiB"')
+    disk = given.get("disk")
+    if (disk is None) != ("disk_size" not in given):
+        raise _wrong("disk_size", "disk and disk_size need each other", "give both, or neither")
+    if "host" not in given:
+        raise _wrong("host", "it is missing: what is on the disk passes through host memory", 'give "host": "8GiB"')
+    policies = [one.value for one in SavePolicy]
+    if given.get("save", policies[0]) not in policies:
+        raise _wrong("save", f"{given['save']!r} is no policy", f"give one of {', '.join(policies)}")
+    for problem, field, remedy, applies in (*REFUSED, *(REFUSED_WITH_DISK if disk else ())):
+        if applies(config):
+            raise InvalidArgument(f"kvplane's tiers do not run with this engine: {problem}", field=field, remedy=remedy)
+    return Settings(
+        parse_bytes(given["host"], f"{FIELD}.host"),
+        None if disk is None else Path(disk),
+        parse_bytes(given["disk_size"], f"{FIELD}.disk_size") if disk else 0,
+        SavePolicy(given.get("save", SavePolicy.THROUGH.value)),
+        parse_duration(given.get("load_timeout", "10s"), f"{FIELD}.load_timeout"),
+    )
+
+
+def check_groups(config: KVCacheConfig) -> None:
+    """Raise InvalidArgument for a model with a kind of cache of which tiers hold nothing."""
+    loaded = set(config.prefix_cacheable_group_ids)
+    for number, group in enumerate(config.kv_cache_groups):
+        spec, why = group.kv_cache_spec, ""
+        if number not in loaded or group.host_resident:
+            why = "its blocks have no hashes"
+        elif group.is_eagle_group:
+            why = "it is of a draft model"
+        elif spec.prefix_replay_tokens:
+            why = "vLLM computes the last window of its hits again"
+        elif not spec.has_layer_views:
+            why = "its pages are not placed by layer"
+        if config.has_mamba_layers:
+            why = why or "there was no test with recurrent states"
+        if why:
+            raise InvalidArgument(
+                f"kvplane's tiers hold no {type(spec).__name__} of layers {', '.join(group.layer_names[:3])}: {why}",
+                field="kv_cache_config",
+                remedy=LEAVE_OUT,
+            )
+
+
+def tiers_of(config: KVCacheConfig, settings: Settings) -> tuple[int, tuple[TierSpec, ...]]:
+    """Return the blocks in host memory, and the tier on the disk. Raises InvalidArgument if one has room for none."""
+    width = host_plan(row_bytes(config), 2).bytes_per_block
+    num_blocks = settings.host_bytes // width
+    if num_blocks < 2:
+        raise _wrong("host", f"{settings.host_bytes} bytes have room for no block of {width} bytes", "give more")
+    if settings.disk is None:
+        return num_blocks, ()
+    slot_bytes = TierKind.DISK.slot_bytes(width)
+    num_slots = settings.disk_bytes // slot_bytes
+    if not num_slots:
+        raise _wrong(
+            "disk_size", f"{settings.disk_bytes} bytes have room for no block of {slot_bytes} bytes", "give more"
+        )
+    return num_blocks, (TierSpec(TierKind.DISK, num_slots, settings.save),)
+
+
+def _wrong(option: str, problem: str, remedy: str) -> InvalidArgument:
+    return InvalidArgument(problem, field=f"{FIELD}.{option}", remedy=remedy)

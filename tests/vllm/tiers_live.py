@@ -1,0 +1,172 @@
+"""One engine answers requests with kvplane's tiers, or without any, and prints what it did as JSON.
+
+python tests/vllm/tiers_live.py MODEL stock|kvplane POOL SEEDS OPTIONS [FAULT]
+
+OPTIONS is JSON: the options of the connector; null = no connector. Requests are aborted, also while they load; the pool
+is so small that requests are preempted. FAULT is one of `FAULTS`. Runs in the environment of vLLM (`environment`).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from remote_aborts import Disturbed, gives_up
+from vllm import SamplingParams
+from vllm.config import KVTransferConfig
+from workload import engine, prompts
+
+from kvplane_vllm.tiers import rank
+from kvplane_vllm.tiers.copier import Copier
+
+SLOW_S = 0.02  # a save takes as long as some steps
+NUM_PROMPTS, NEW_TOKENS, IDLE_S = 12, 20, 60.0
+
+
+def transfer(options: dict[str, str]) -> KVTransferConfig:
+    """Return vLLM's options for the connector."""
+    return KVTransferConfig(
+        kv_connector="KvplaneConnector",
+        kv_connector_module_path="kvplane_vllm.connector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config=options,
+    )
+
+
+def slow() -> None:
+    """Saves take longer than steps: the next ones wait for them where they overwrite what is saved."""
+    save = Copier.save
+
+    def later(self: Copier, copies: Any) -> None:
+        time.sleep(SLOW_S)
+        save(self, copies)
+
+    Copier.save = later  # type: ignore[method-assign]
+
+
+def without_fence() -> None:
+    """Saves take longer than steps, and nothing waits for them."""
+    slow()
+    Copier.fence = lambda self, blocks: None  # type: ignore[method-assign]
+
+
+def shifted_layout() -> None:
+    """The pages of a layer are one piece away from where vLLM says."""
+    module: Any = rank
+    pages = module.device_pages
+
+    def shifted(config: Any, views: Any) -> Any:
+        name, view = next(iter(views.items()))
+        return pages(config, {**views, name: view[..., 1:]})
+
+    module.device_pages = shifted
+
+
+def overwritten() -> None:
+    """The pages in host memory are overwritten before each load."""
+    load = Copier.load
+
+    def garbled(self: Copier, copies: Any) -> None:
+        for block in copies.host:
+            self._host[copies.group].layers[0][block] = 1
+        load(self, copies)
+
+    Copier.load = garbled  # type: ignore[method-assign]
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "slow": slow,
+    "without fence": without_fence,
+    "shifted layout": shifted_layout,
+    "overwritten": overwritten,
+}
+
+
+def main(model: str, kind: str, pool: int, seeds: str, options: dict[str, str] | None, fault: str = "") -> None:
+    """Run the seeds, and print the result."""
+    if fault:
+        FAULTS[fault]()
+    more: dict[str, Any] = {"kv_transfer_config": transfer(options)} if options else {}
+    llm = engine(model, kind, pool, **more)
+    live = Live(llm, SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False))
+    first, last = map(int, seeds.split("-"))
+    found = [live.seed(prompts(model, seed, NUM_PROMPTS), seed, options is None) for seed in range(first, last + 1)]
+    result = {"seeds": found, "preempted": live.preempted, "free": live.free}
+    if options is not None:
+        result |= live.of_tiers()
+    print("RESULT " + json.dumps(result))
+
+
+class Live:
+    """An engine, and how many requests it has preempted."""
+
+    def __init__(self, llm: Any, sampling: SamplingParams) -> None:
+        self.llm, self.sampling, self.preempted = llm, sampling, 0
+        self.scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        preempt = self.scheduler._preempt_request
+
+        def counted(*args: Any, **options: Any) -> Any:
+            self.preempted += 1
+            return preempt(*args, **options)
+
+        self.scheduler._preempt_request = counted
+
+    @property
+    def free(self) -> int:
+        """Free blocks of the device."""
+        found: int = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        return found
+
+    def seed(self, chosen: list[Any], seed: int, is_alone: bool) -> dict[str, Any]:
+        """Answer prompts: all at once, then again with an empty device, then some at a time, of which some are aborted.
+        `is_alone`: once, one after another.
+        """
+        if is_alone:
+            return {"tokens": {str(at): self.answers([one])[0] for at, one in enumerate(chosen)}}
+        tokens: dict[str, list[list[int]]] = {}
+        cached = 0
+        for _ in range(2):
+            self.forget()
+            answers, hits = self.answers(chosen)
+            cached += hits
+            for at, one in enumerate(answers):
+                tokens.setdefault(str(at), []).append(one)
+        self.forget()
+        result = gives_up(self.llm, chosen, self.sampling, random.Random(seed), Disturbed(0))
+        for at, some in result["tokens"].items():
+            tokens.setdefault(str(at), []).extend(some)
+        self.forget()
+        sent = 2 * len(chosen) + result["sent"]
+        return {"tokens": tokens, "cached": cached + result["cached"], "sent": sent, "aborted": result["aborted"]}
+
+    def answers(self, chosen: list[Any]) -> tuple[list[list[int]], int]:
+        """Return the tokens of each answer, and the cached tokens of all."""
+        found = self.llm.generate(chosen, self.sampling, use_tqdm=False)
+        return [list(one.outputs[0].token_ids) for one in found], sum(one.num_cached_tokens or 0 for one in found)
+
+    def forget(self) -> None:
+        """Wait until no copy and no job of the disk is in flight, and empty the prefix cache of the device."""
+        deadline = time.monotonic() + IDLE_S
+        while self.scheduler.has_requests():
+            assert time.monotonic() < deadline, "the engine is never idle"
+            self.llm.llm_engine.step()
+        assert self.llm.reset_prefix_cache()
+
+    def of_tiers(self) -> dict[str, Any]:
+        """Return what the tiers did, and what they still hold."""
+        planner = self.scheduler.connector.planner
+        replica = planner.host.replica
+        counts = {name: getattr(planner.counts, name) for name in planner.counts.__slots__}
+        return {
+            "counts": counts | {"from_disk": replica.tiers.counters.loaded_tokens},
+            "left": {"twins": len(planner._twins), "held": replica.block_counts.held, **replica.tiers.open_jobs()},
+        }
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4], json.loads(sys.argv[5]), *sys.argv[6:])
