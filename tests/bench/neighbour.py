@@ -33,17 +33,22 @@ import grpc
 
 import kvplane
 from kvplane import AdmitRow, End, FactRow, ModelSource, NewsRow, PeekRow, part_of
+from kvplane.base.errors import KvplaneError
+from kvplane.base.requests import Content
 from kvplane.v1 import allocation_pb2 as pb
+from kvplane.v1 import replica_pb2
 from kvplane.v1.allocation_pb2_grpc import AllocationStub
+from kvplane_plan.models.config_fields import MAX_LAYERS
 from kvplane_service.auth.owners import OwnerLimits
 from tests.bench.machine import machine_line
 from tests.bench.peer.engine import Engine
 from tests.bench.peer.models import MODELS
 from tests.bench.ticking import noted, service
+from tests.plan.test_planner_costs import config_of
 from tests.service.guarded import Guard
 
 RESULTS = Path(__file__).parent / "results"
-MILLION, HASHES, CALLERS, ROUNDS, REQUESTS = 1_000_000, 62_000, 8, 3, 8
+MILLION, HASHES, CALLERS, ROUNDS, REQUESTS, LOG_STEPS = 1_000_000, 62_000, 8, 3, 8, 4096
 LIMITS = {"none": None, "default": OwnerLimits().bytes_per_second}
 OPTIONS = [("grpc.max_send_message_length", -1)]
 
@@ -124,6 +129,59 @@ def small(client: kvplane.Client, stub: AllocationStub) -> None:
     _repeat(stub, pb.FindCacheHitRequest(replica="noisy/r", content=content), 4 * CALLERS)
 
 
+def pools(client: kvplane.Client, stub: AllocationStub) -> None:
+    """A caller that registers a pool of 4 M blocks, and deregisters it."""
+    del client
+    model = replica_pb2.ModelSource(model="llama-3.1-8b", num_blocks=1 << 22)
+    _register(stub, pb.RegisterReplicaRequest(replica="noisy/pool", model=model))
+
+
+def configs(client: kvplane.Client, stub: AllocationStub) -> None:
+    """A caller that registers a config.json of 4,096 layers of 64 formats."""
+    del client
+    _register(stub, pb.RegisterReplicaRequest(replica="noisy/model", model=config_of(MAX_LAYERS, 64, 1)))
+
+
+def _register(stub: AllocationStub, request: pb.RegisterReplicaRequest) -> None:
+    while True:
+        try:
+            stub.RegisterReplica(request, metadata=metadata("noisy"))
+            stub.DeregisterReplica(pb.DeregisterReplicaRequest(replica=request.replica), metadata=metadata("noisy"))
+        except grpc.RpcError:
+            time.sleep(0.01)
+
+
+def explains(client: kvplane.Client, stub: AllocationStub) -> None:
+    """Eight callers that ask about a request of a full decision log."""
+    del stub
+    _explain(client, f"request-{LOG_STEPS // 2}")
+
+
+def prompts(client: kvplane.Client, stub: AllocationStub) -> None:
+    """Eight callers that ask about a prompt of 900,000 tokens, with a full decision log."""
+    del stub
+    _explain(client, Content(token_ids=list(range(900_000))))
+
+
+def _explain(client: kvplane.Client, what: str | Content) -> None:
+    def repeat() -> None:
+        while True:
+            try:
+                client.explain("noisy/r", what)
+            except KvplaneError:
+                time.sleep(0.01)
+
+    with client.session("noisy/r") as session:
+        for step in range(LOG_STEPS):
+            ended = [FactRow((step - 1) % 2, end=End.FREE)] if step else []
+            news = NewsRow(step % 2, tokens=list(range(step, step + 512)), request_id=f"request-{step}")
+            session.apply(part_of(*ended, news, AdmitRow(step % 2)))
+        print("loading", flush=True)
+        for _ in range(CALLERS - 1):
+            threading.Thread(target=repeat, daemon=True).start()
+        repeat()
+
+
 LOADS: dict[str, Callable[[kvplane.Client, AllocationStub], None]] = {
     "steps of 900,000 tokens": steps,
     "steps of 100 look-ups of 900,000 tokens": peeks,
@@ -132,6 +190,10 @@ LOADS: dict[str, Callable[[kvplane.Client, AllocationStub], None]] = {
     "8 callers with 1 M tokens of a byte": short_tokens,
     "8 callers with an open request": open_request,
     "32 callers with 64 tokens": small,
+    "pools of 4 M blocks": pools,
+    "configs of 4,096 layers": configs,
+    "8 callers that explain a request": explains,
+    "8 callers that explain a prompt": prompts,
 }
 
 
@@ -145,7 +207,8 @@ def disturb(address: str, load: str) -> None:
     with kvplane.connect(address, token="token-noisy") as client:
         model = ModelSource(model="llama-3.1-8b", num_blocks=70_000, max_model_len=MILLION)
         client.register_replica("noisy/r", model)
-        print("loading", flush=True)
+        if LOADS[load] not in (explains, prompts):  # which fill the log first
+            print("loading", flush=True)
         LOADS[load](client, AllocationStub(grpc.insecure_channel(address, options=OPTIONS)))
 
 

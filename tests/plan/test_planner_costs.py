@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +14,13 @@ from kvplane.v1 import allocation_pb2 as pb
 from kvplane.v1 import replica_pb2 as rp
 from kvplane_plan.models.config_fields import MAX_LAYERS
 from kvplane_service.rpc.sources import MAX_STAGES, plan_source
+from tests.costs import calls_of
 
 MOST_CALLS = 12_000_000  # of functions; about a second
 PLANNERS = (rp.PLANNER_REFERENCE, rp.PLANNER_BEST, rp.PLANNER_SPLIT)
 FULL, WINDOW = "full_attention", "sliding_attention"
 CONFIGS = json.loads((Path(__file__).parent / "reference_plans" / "plans.json").read_text())
 GEMMA = next(one["config"] for name, one in CONFIGS.items() if "gemma4" in name)
-
-
-def calls_of(work: Callable[[], object]) -> int:
-    """How many functions the work calls; each piece of a generator counts."""
-    count = 0
-
-    def count_one(_frame: object, event: str, _arg: object) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(count_one)
-    try:
-        work()
-    except InvalidArgument:
-        pass  # a refusal costs too
-    finally:
-        sys.setprofile(None)
-    return count
 
 
 def config_of(num_layers: int, num_formats: int, windows: int) -> rp.ModelSource:

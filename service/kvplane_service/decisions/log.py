@@ -11,13 +11,21 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import nlargest
+from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
 from kvplane.base.step import CacheEvent, Facts, Part, PartResult, Step, StepResult
 from kvplane_core.face.cache_events import runs_of
 from kvplane_service.decisions.packed_log import MAX_WAITING, LogBudget, PackedLog
-from kvplane_service.decisions.packing import pack_decision, pack_events, slowness_of, unpack_decision, unpack_events
+from kvplane_service.decisions.packing import (
+    events_of_packed,
+    pack_decision,
+    pack_events,
+    slowness_of,
+    unpack_decision,
+    unpack_events,
+)
 from kvplane_service.decisions.sent import SentStep, step_with
 
 
@@ -115,6 +123,24 @@ class Candidate(NamedTuple):
     def read(self) -> Entry:
         """Return the entry, unpacked."""
         return _unpack(self.kept)
+
+    def names(self, name: str) -> bool:
+        """Whether the entry has a new request of this name; True if none has a name that is sought."""
+        if not self.may_name or not self.sought:
+            return self.may_name
+        entry = self.read()
+        return isinstance(entry, Decision) and any(name in part.news.request_id for part in entry.step.parts)
+
+    def keys_of(self, block: int) -> Iterator[bytes]:
+        """Yield the digests of the keys that the entry gives to a block or removes from it."""
+        if isinstance(self.kept, bytes):
+            parts: Sequence[Sequence[CacheEvent]] = events_of_packed(self.kept)
+        else:
+            entry = self.read()
+            parts = entry.events if isinstance(entry, Decision) else (entry.events,)
+        for event in chain.from_iterable(map(runs_of, parts)):
+            if block in event.blocks:
+                yield from (digest for digest, at in zip(event.hashes, event.blocks, strict=True) if at == block)
 
 
 class DecisionLog(PackedLog[Entry, _Packed]):

@@ -406,6 +406,12 @@ def unpack_decision(raw: bytes, with_events: bool = True) -> Unpacked:
     return Unpacked(step, result, tuple([one.events for one in outcomes]), at_ns, _TOOK.unpack_from(raw)[0])
 
 
+def events_of_packed(raw: bytes) -> list[CacheEvents]:
+    """Return the cache events of each part of a packed decision, and unpack nothing else."""
+    frames = (_unframe(part) for part in _split(_unframe(raw, _TOOK.size)[2][1]))
+    return [unpack_events(frame[_OF_EVENTS][1]) for frame in frames if _OF_EVENTS in frame]
+
+
 # Returns the leading bytes of a packed decision, which sort by the time taken.
 slowness_of = itemgetter(slice(_TOOK.size))
 

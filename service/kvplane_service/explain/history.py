@@ -5,8 +5,10 @@ It is built from a copy of the log's entries, so that a thread can read the hist
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain, compress, pairwise, repeat
 from typing import NamedTuple, TypeAlias
 
 from kvplane.base.declined import WhyDeclined
@@ -24,7 +26,8 @@ from kvplane.base.step import (
     PartResult,
     RemoveReason,
 )
-from kvplane_service.decisions.log import Decision, Entry, hashed_step
+from kvplane_core.face.cache_events import runs_of
+from kvplane_service.decisions.log import Decision, Entry
 
 Spot: TypeAlias = tuple[int, int, int]  # a position in the log: number of entry, part and event; ordered by time
 NOW: Spot = (1 << 62, 0, 0)  # after every entry
@@ -76,6 +79,7 @@ class Known:
         admitted_at: position in the log at which it was first granted blocks, NOW until then.
         position: number of prompt tokens that are hit or granted at present; generated tokens are not counted.
         computed: each new maximum of `position`, and the position in the log at which it was reached.
+        counted: number of parts with tokens for running requests that `num_tokens` includes, if they have any for it.
     """
 
     name: str
@@ -87,6 +91,7 @@ class Known:
     admitted_at: Spot = NOW
     position: int = 0
     computed: list[tuple[Spot, int]] = field(default_factory=list)
+    counted: int = 0
 
     def move_to(self, position: int, at: Spot) -> None:
         """Set the number of prompt tokens that are hit or granted."""
@@ -223,10 +228,13 @@ class HistoryReader:
         history: contents of the entries added so far.
     """
 
-    def __init__(self, digest_size: int, wanted: Set[bytes] | None = None) -> None:
-        """`wanted`: the digests of the keys whose changes are read; None: of all keys."""
+    def __init__(self, digest_size: int, wanted: Set[bytes] | None = None, name: str | None = None) -> None:
+        """`wanted`: the digests of the keys whose changes are read; `name`: the request whose attempts are read; None:
+        of all.
+        """
         self._size = digest_size
-        self._wanted = wanted
+        self._wanted, self._name = wanted, name
+        self._appended: list[tuple[Sequence[int], Sequence[int]]] = []  # slots and numbers of tokens, by part
         self._slots: dict[int, Known] = {}
         self._partial: set[int] = set()  # slots of requests whose prompt is not fully computed
         self._ordered: dict[int, dict[int, int]] = {}  # by job of a load: the tier of each block
@@ -237,9 +245,8 @@ class HistoryReader:
     def add(self, number: int, entry: Entry) -> None:
         """Add the next entry of the log; `number` is the entry's number in the log."""
         if isinstance(entry, Decision):
-            step = hashed_step(entry, self._size)
-            for at in range(len(step.parts)):
-                self._part(_Piece(number, at, entry, step.parts[at]))
+            for at in range(len(entry.step.parts)):
+                self._part(_Piece(number, at, entry, entry.step.parts[at]))
             return
         self._slots.clear()
         self._partial.clear()
@@ -254,18 +261,17 @@ class HistoryReader:
         return name in self.history.attempts and all(one.name != name for one in self._slots.values())
 
     def _part(self, piece: _Piece) -> None:
-        self._facts(piece.part.facts)
-        self._news(piece.part.news)
+        self._facts(piece.part.facts, piece.result.hashed_facts)
+        self._news(piece.part.news, piece.result.hashed_news)
         self._resume(piece)
         self._run(piece)
         for row, slot in enumerate(piece.part.admit.slot):
             if slot in self._slots:
                 self._attempt(piece, row, self._slots[slot])
         self._cache(piece)
-        takers, decision = piece.takers(), piece.decision
-        for at, event in enumerate(piece.events):
-            if self._wanted is not None and self._wanted.isdisjoint(event.hashes) and event.hashes:
-                continue
+        takers, decision = None, piece.decision
+        for at, event in piece.events_of(self._wanted):
+            takers = piece.takers() if takers is None else takers
             taker = takers.get(event.blocks[0], -1) if event.blocks else -1
             by = self._slots.get(event.slot if event.kind is EventKind.STORED else taker)
             stamp = (event.kind, 0, event.reason, by.name if by else "")
@@ -294,33 +300,47 @@ class HistoryReader:
         for job, block, tier in zip(orders.load_job, orders.load_block, orders.load_tier, strict=True):
             self._ordered.setdefault(job, {})[block] = tier
 
-    def _facts(self, facts: Facts) -> None:
-        at = 0
-        for row, slot in enumerate(facts.slot):
-            count = facts.num_hashes[row] if facts.num_hashes else 0
-            request = self._slots.get(slot)
-            if request is not None:
-                request.num_tokens += facts.appended[row] if facts.appended else 0
-                request.digests.extend(_split(facts.hashes, at, count, self._size))
-            at += count
-            if facts.end and facts.end[row] in (End.FREE, End.HELD):
+    def _facts(self, facts: Facts, made: Sequence[bytes]) -> None:
+        """Of the many rows of requests that run, read those that end or have full blocks. `made`: the hashes of each
+        row that has tokens, if the core made them.
+        """
+        if any(facts.appended):
+            self._appended.append((array("I", facts.slot), array("I", facts.appended)))
+        if made:
+            for slot, hashes in zip(compress(facts.slot, facts.appended), made, strict=True):
+                if hashes and slot in self._slots:
+                    self._slots[slot].digests.extend(_split(hashes, self._size))
+        elif facts.hashes:
+            for slot, hashes in zip(facts.slot, _rows(facts.hashes, facts.num_hashes, self._size), strict=True):
+                if slot in self._slots:
+                    self._slots[slot].digests.extend(_split(hashes, self._size))
+        for slot, end in zip(compress(facts.slot, facts.end), filter(None, facts.end), strict=True):
+            if end in (End.FREE, End.HELD):
                 self._slots.pop(slot, None)
 
-    def _news(self, news: News) -> None:
-        at = 0
+    def _news(self, news: News, made: Sequence[bytes]) -> None:
+        hashes = made or [*_rows(news.hashes, news.num_hashes or [0] * len(news.slot), self._size)]
         for row, slot in enumerate(news.slot):
-            count = news.num_hashes[row] if news.num_hashes else 0
             request = Known(
                 name=(news.request_id[row] if news.request_id else "") or f"slot {slot}",
                 domain=news.domain[row] if news.domain else "",
                 num_tokens=news.num_tokens[row],
-                digests=_split(news.hashes, at, count, self._size),
+                digests=_split(hashes[row], self._size),
                 extra_keys=news.extra_keys[row] if news.extra_keys else NO_EXTRA_KEYS,
                 skip_reading=bool(news.skip_reading and news.skip_reading[row]),
+                counted=len(self._appended),
             )
-            at += count
             self._slots[slot] = request
             self.history.requests.append(request)
+
+    def _count(self, slot: int) -> Known:
+        """Count the tokens that the request of a slot got since they were last counted, and return the request."""
+        request = self._slots[slot]
+        for slots, counts in self._appended[request.counted :]:
+            if slot in slots:
+                request.num_tokens += counts[slots.index(slot)]
+        request.counted = len(self._appended)
+        return request
 
     def _resume(self, piece: _Piece) -> None:
         """Record requests that were resumed from an earlier engine life (the time of one epoch); they have blocks from
@@ -340,7 +360,7 @@ class HistoryReader:
                 self._move(slot, self._slots[slot].position + granted, (piece.entry, piece.number, -1))
 
     def _move(self, slot: int, position: int, at: Spot) -> None:
-        request = self._slots[slot]
+        request = self._count(slot)
         request.move_to(position, at)
         (self._partial.add if position < request.num_tokens else self._partial.discard)(slot)
 
@@ -349,11 +369,12 @@ class HistoryReader:
         status = AdmitStatus(result.admit_status[row])
         if status in (AdmitStatus.NOT_REACHED, AdmitStatus.NOT_WAITING):
             return
-        then = replace(request, digests=list(request.digests))
         at = (piece.entry, piece.number, piece.first_event_of(row))
-        when = (step.epoch, step.seq, piece.decision.at_ns)
-        passed = _passed_over(result, row)
-        self.history.attempts[request.name] = Attempt(then, at, status, result.admit_hit[row], *when, passed)
+        if self._name in (None, request.name):
+            then = replace(self._count(piece.part.admit.slot[row]), digests=list(request.digests))
+            when = (step.epoch, step.seq, piece.decision.at_ns)
+            passed = _passed_over(result, row)
+            self.history.attempts[request.name] = Attempt(then, at, status, result.admit_hit[row], *when, passed)
         if status is AdmitStatus.GRANTED:
             request.admitted_at = min(request.admitted_at, at)
             external = piece.part.admit.external[row] if piece.part.admit.external else 0
@@ -374,31 +395,51 @@ class _Piece(NamedTuple):
     def result(self) -> PartResult:
         return self.decision.result.parts[self.number]
 
-    @property
-    def events(self) -> Sequence[CacheEvent]:
-        return self.decision.events[self.number]
+    def events_of(self, wanted: Set[bytes] | None) -> Iterator[tuple[int, CacheEvent]]:
+        """Yield the events of wanted keys, None: of all, and those without a key, each with its index."""
+        at = 0
+        for run in runs_of(self.decision.events[self.number]):
+            is_wanted = wanted is None or not run.hashes or not wanted.isdisjoint(run.hashes)
+            if run.kind is not EventKind.REMOVED:
+                if is_wanted:
+                    yield at, run
+                at += 1
+                continue
+            if is_wanted:
+                for number, (digest, block) in enumerate(zip(run.hashes, run.blocks, strict=True), at):
+                    if wanted is None or digest in wanted:
+                        yield number, replace(run, hashes=(digest,), blocks=(block,))
+            at += len(run.hashes)
 
     def takers(self) -> dict[int, int]:
         """Return, for each block that this part of a step allocated, the slot (number in steps) of the request that got
         it.
         """
         slots = [*self.part.run.slot, *self.part.admit.slot]
-        rows = [*self.result.tables.by_row().items(), *self.result.new_blocks.by_row().items()]
-        return {block: slots[row] for row, groups in rows for blocks in groups.values() for block in blocks}
+        taken = dict[int, int]()
+        for blocks in (self.result.tables, self.result.new_blocks):
+            takers = map(repeat, map(slots.__getitem__, blocks.row), blocks.count)
+            taken.update(zip(blocks.ids, chain.from_iterable(takers), strict=True))
+        return taken
 
     def first_event_of(self, row: int) -> int:
         """Return the index of the first cache event that this admit row (an attempt to admit a request) or a later one
         caused; the number of events if no row from there on caused one.
         """
-        late = set(self.part.admit.slot[row:])
+        late, at = set(self.part.admit.slot[row:]), 0
         takers = self.takers()
-        for at, event in enumerate(self.events):
-            if event.kind is EventKind.STORED:
-                if event.slot in late:
+        for run in runs_of(self.decision.events[self.number]):
+            if run.kind is not EventKind.REMOVED:
+                if run.kind is EventKind.STORED and run.slot in late:
                     return at
-            elif event.reason in EVICTIONS and takers.get(event.blocks[0]) in late:
-                return at
-        return len(self.events)
+                at += 1
+                continue
+            if run.reason in EVICTIONS:
+                for number, block in enumerate(run.blocks, at):
+                    if takers.get(block) in late:
+                        return number
+            at += len(run.hashes)
+        return at
 
 
 def _passed_over(result: PartResult, row: int) -> PassedOver | None:
@@ -410,5 +451,11 @@ def _passed_over(result: PartResult, row: int) -> PassedOver | None:
     return None
 
 
-def _split(hashes: bytes, first: int, count: int, size: int) -> list[bytes]:
-    return [hashes[at * size : (at + 1) * size] for at in range(first, first + count)]
+def _rows(hashes: bytes, counts: Sequence[int], size: int) -> Iterator[bytes]:
+    """Yield the hashes of each row."""
+    ends = accumulate(counts, initial=0)
+    return (hashes[begin * size : end * size] for begin, end in pairwise(ends))
+
+
+def _split(hashes: bytes, size: int) -> list[bytes]:
+    return [hashes[at : at + size] for at in range(0, len(hashes), size)]

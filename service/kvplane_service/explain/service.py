@@ -21,6 +21,7 @@ from kvplane_service.replicas.host import ReplicaHost
 from kvplane_service.runtime.executors import Offload
 from kvplane_service.runtime.slices import Turns, resting
 
+_PIECE = 1024  # hashes of a prompt that are looked up without a rest
 MAX_CHANGES = 200  # of the keys of a block, in an explanation
 Present = dict[KeyName, frozenset[int]]
 _T = TypeVar("_T")
@@ -73,16 +74,12 @@ async def explain_prompt(host: ReplicaHost, prompt: Prompt, offload: Offload) ->
     """Explain the hit that FindCacheHit would return now for a prompt; `offload` runs the search for the cause on a
     thread.
     """
-    spec, digests, tier = host.replica.spec, prompt.digests, None
-    account = HitRules(spec).explain(host.replica.cached_columns(digests, prompt.domain), prompt.num_tokens - 1)
-    if account.missing:
-        digest = digests[account.missing.num_hashes - 1]
-        tier = host.replica.tiers.tier_of(prompt.domain, account.missing.group, digest)
-    is_complete = reaches_registration(host)
-    tentative = _tentative(host, prompt, account.missing) if account.missing else None
+    spec, is_complete, entries = host.replica.spec, reaches_registration(host), host.decisions.candidates("")
+    digests, looking = prompt.digests, _on_thread(offload, partial(_look_up, host, prompt))
+    account, tier, tentative = await host.steps.aside(looking)  # the state of this moment
     if tentative is not None:
         return Explanation(prompt.num_tokens, account, tentative, is_complete)
-    wanted, entries = frozenset(digests), list(host.decisions.candidates(""))
+    wanted = await offload(lambda: frozenset(digests))
     history = await _read(host, offload, entries, wanted=wanted)
     others = await offload(lambda: list(_alternatives(history, prompt)))
     if others:
@@ -125,8 +122,12 @@ async def explain_block(host: ReplicaHost, block: int, turns: Turns, offload: Of
     if not 0 < block <= most:
         raise InvalidArgument(f"there is no block {block}", field="block", remedy=f"give a number from 1 to {most}")
     async with turns.turn():
-        log = host.decisions
-        history = await _read(host, offload, log.candidates(""), log.num_lost)
+        first, entries = host.decisions.num_lost, host.decisions.candidates("")
+
+        def keys(ended: threading.Event) -> frozenset[bytes]:
+            return frozenset(digest for entry in resting(entries, ended) for digest in entry.keys_of(block))
+
+        history = await _read(host, offload, entries, first, await _on_thread(offload, keys))
         return await offload(partial(history.of_block, block, MAX_CHANGES))
 
 
@@ -136,8 +137,10 @@ async def _find_attempt(host: ReplicaHost, name: str, offload: Offload) -> Attem
 
     def find(ended: threading.Event) -> Attempt | None:
         named = [at for at, entry in resting(enumerate(entries), ended) if entry.may_name]
-        for at in dict.fromkeys((*named[-1:], *named[:1])):  # the last one is enough, unless it has no attempt yet
-            reader = HistoryReader(host.scheme.digest.size, frozenset())
+        orders = reversed(named), iter(named)  # the last one is enough, unless it has no attempt yet
+        found = [next((at for at in resting(order, ended) if entries[at].names(name)), None) for order in orders]
+        for at in dict.fromkeys(one for one in found if one is not None):
+            reader = HistoryReader(host.scheme.digest.size, frozenset(), name)
             for number in resting(range(at, len(entries)), ended):
                 reader.add(first + number, entries[number].read())
                 if reader.is_over(name):
@@ -159,7 +162,8 @@ async def _find_attempt(host: ReplicaHost, name: str, offload: Offload) -> Attem
 async def _explain_found(host: ReplicaHost, attempt: Attempt, offload: Offload) -> Explanation:
     # Take the keys and the entries at the same moment: the log has grown while its history was read.
     log = host.decisions
-    first, entries, present = log.num_lost, log.candidates(""), _present(host, attempt)
+    first, entries = log.num_lost, log.candidates("")
+    present = await host.steps.aside(_on_thread(offload, partial(_present, host, attempt)))
     history = await _read(host, offload, entries, first, frozenset(attempt.request.digests))
     return await offload(partial(_explain_attempt, host, attempt, history, present))
 
@@ -224,14 +228,31 @@ def _alternatives(history: History, prompt: Prompt) -> Iterator[tuple[ExtraKeys,
             yield keys, prompt.hash_with(keys)
 
 
-def _present(host: ReplicaHost, attempt: Attempt) -> Present:
+def _look_up(
+    host: ReplicaHost, prompt: Prompt, ended: threading.Event
+) -> tuple[LookupExplanation, int | None, Why | None]:
+    """Return the core's explanation of the look-up of a prompt now, and of what is missing on the device: the tier
+    that has it, and whether a step is computing it.
+    """
+    replica, digests, columns = host.replica, prompt.digests, list[list[bytes]]()
+    for start in resting(range(0, len(digests), _PIECE), ended):
+        columns.append(replica.cached_columns(digests[start : start + _PIECE], prompt.domain))
+    joined = [b"".join(pieces) for pieces in zip(*columns, strict=True)] or [b""] * len(replica.spec.groups)
+    account = HitRules(replica.spec).explain(joined, prompt.num_tokens - 1)
+    if not account.missing:
+        return account, None, None
+    tier = replica.tiers.tier_of(prompt.domain, account.missing.group, digests[account.missing.num_hashes - 1])
+    return account, tier, _tentative(host, prompt, account.missing)
+
+
+def _present(host: ReplicaHost, attempt: Attempt, ended: threading.Event) -> Present:
     """Return, by key (hash of a block of the prompt), the blocks that have this key now, for the request of the
     attempt.
     """
     replica, domain = host.replica, attempt.request.domain
     present: Present = {}
-    for group in range(len(replica.groups)):
-        for digest in attempt.request.digests:
+    for digest in resting(attempt.request.digests, ended):
+        for group in range(len(replica.groups)):
             blocks = replica.blocks_of(domain, group, digest)
             if blocks:
                 present[KeyName(domain, group, digest)] = frozenset(blocks)
