@@ -2,8 +2,9 @@
 
 A value has the type of its default. In the comment above it, `# --` begins the description, which may have several
 lines, and `# @schema {...}` extends the schema. A map with values accepts no other keys. An empty map must state in its
-@schema what it accepts. `$keys: config` stands for the keys of the service's configuration, `$open: true` for
-additional keys of any name.
+@schema what it accepts. `$keys` stands for the keys of the service's configuration (config), of a router's file
+(places, router), or for labels; `$open: true` for additional keys of any name. Every key is required: Helm removes a
+key that is null, and templates would fail without naming it.
 
     python scripts/chart.py            write both files
     python scripts/chart.py --check    print what would change; exits 1 if anything would
@@ -21,8 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import yaml
 
+from kvplane_fleet.settings import PlaceSettings, RouterSettings
 from kvplane_service.config import Config
 
 CHART = Path(__file__).resolve().parent.parent / "helm" / "kvplane"
@@ -115,11 +118,61 @@ def schema_of(values: Values, value: Value) -> dict[str, Any]:
         schema["description"] = value.description
     schema |= {name: content for name, content in value.extra.items() if not name.startswith("$")}
     if "$keys" in value.extra:
-        schema |= {"additionalProperties": False, "properties": dict(config_keys())}
+        schema |= KEYS[value.extra["$keys"]]()
     if value.parts:
         parts = {child.path.rpartition(".")[2]: schema_of(values, child) for child in values.children(value)}
         schema |= {"additionalProperties": "$open" in value.extra, "properties": parts}
+        schema["required"] = [name for name, part in parts.items() if "null" not in part["type"]]
     return schema
+
+
+def config_schema() -> dict[str, Any]:
+    """What `config` accepts."""
+    return {"additionalProperties": False, "properties": dict(config_keys())}
+
+
+def labels_schema() -> dict[str, Any]:
+    """Labels that do not replace those of the chart, by which objects select pods."""
+    own = r"^(app\.kubernetes\.io/(name|instance|component|version|managed-by|part-of)|helm\.sh/chart)$"
+    return {"additionalProperties": {"type": "string"}, "propertyNames": {"not": {"pattern": own}}}
+
+
+def places_schema() -> dict[str, Any]:
+    """What `router.places` accepts: places with one source each."""
+    place = struct_schema(PlaceSettings)
+    place["oneOf"] = [{"required": ["service"]}, {"required": ["events"]}]
+    return {"items": place}
+
+
+def router_schema() -> dict[str, Any]:
+    """What `router.settings` accepts; times and sizes also with their units."""
+    schema = struct_schema(RouterSettings)
+    for name, one in schema["properties"].items():
+        if name.endswith(("_s", "_bytes")) and "_per_" not in name:
+            one["type"] = [one["type"], "string"]
+    return schema
+
+
+KEYS = {"config": config_schema, "labels": labels_schema, "places": places_schema, "router": router_schema}
+
+
+def struct_schema(struct: type[msgspec.Struct]) -> dict[str, Any]:
+    """Schema of a struct of a router's file, without references, titles and defaults."""
+    schema = msgspec.json.schema(struct)
+    definitions = schema["$defs"]
+
+    def plain(content: Any) -> Any:  # noqa: ANN401 - any JSON
+        if isinstance(content, list):
+            return [plain(one) for one in content]
+        if not isinstance(content, dict):
+            return content
+        if "$ref" in content:
+            return plain(definitions[content["$ref"].rpartition("/")[2]])
+        kept = {name: one for name, one in content.items() if name not in ("default", "title", "description")}
+        return {name: plain(one) for name, one in kept.items()}
+
+    found: dict[str, Any] = plain(schema)
+    return found
 
 
 def config_keys() -> Iterator[tuple[str, dict[str, Any]]]:

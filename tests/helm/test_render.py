@@ -254,7 +254,7 @@ def test_workers_have_the_tiers_of_the_values():
     assert not any(word.startswith(("--host-mib", "--disk")) for word in bare["args"])
     folder = "/data/tiers"
     disk = {"type": "hostPath", "path": folder, "size": "2Ti"}
-    resources = {"requests": {"memory": "80Gi"}}
+    resources = {"requests": {"memory": "80Gi"}, "limits": {"memory": "80Gi"}}
     spec, worker = worker_of(
         {"mode": "daemonset", "tiers": {"hostMemory": "64Gi", "disk": disk}, "resources": resources}
     )
@@ -294,10 +294,12 @@ def admits(policies, source, target, port):
     return allowed("egress", "to", source, target) and allowed("ingress", "from", target, source)
 
 
-@pytest.mark.parametrize("clients", [[], [{"namespaceSelector": {"matchLabels": {"engines": "true"}}}]])
-def test_policies_admit_what_pods_of_a_release_need_and_nothing_else(clients):
-    policy = {"enabled": True, "clients": clients}
-    objects = Helm3().objects({**values_of("ha"), "gpuWorker": {"mode": "daemonset"}, "networkPolicy": policy})
+def test_policies_admit_what_pods_of_a_release_need_and_nothing_else():
+    peers = [{"namespaceSelector": {"matchLabels": {"engines": "true"}}}]
+    policy = {"enabled": True, "clients": peers, "metricsClients": peers}
+    router = {"enabled": True, "places": [{"name": "r", "service": "kvplane:7070"}]}
+    values = {"gpuWorker": {"mode": "daemonset"}, "networkPolicy": policy, "router": router}
+    objects = Helm3().objects({**values_of("ha"), **values})
     policies = [one["spec"] for one in objects if one["kind"] == "NetworkPolicy"]
     labels = {}
     for one in objects:
@@ -308,7 +310,7 @@ def test_policies_admit_what_pods_of_a_release_need_and_nothing_else(clients):
         (source, target, port)
         for source in labels
         for target in labels
-        for port in ("grpc", "health", "valkey")
+        for port in ("grpc", "health", "valkey", "metrics")
         if admits(policies, labels[source], labels[target], port)
     }
     assert admitted == {
@@ -378,8 +380,67 @@ def test_routers_read_their_places_and_settings(tmp_path):
     assert (loaded.config.listen, loaded.config.tls_cert) == ("0.0.0.0:9002", "/etc/kvplane/tls/tls.crt")
     spec = the(objects, "Deployment")["spec"]["template"]["spec"]
     mounts = {one["mountPath"] for one in spec["containers"][0]["volumeMounts"]}
-    assert mounts == {"/etc/kvplane/router", "/etc/kvplane/tls"}
-    assert {one["name"] for one in spec["volumes"]} == {"router", "tls"}
+    assert mounts == {f"/etc/kvplane/{name}" for name in ("router", "tls", "ca", "access")}
+    assert {one["name"] for one in spec["volumes"]} == {"router", "tls", "ca", "access"}
+    variables = {one["name"]: one["value"] for one in spec["containers"][0]["env"]}
+    assert variables == {
+        "KVPLANE_TLS_CA": "/etc/kvplane/ca/ca.crt", "KVPLANE_TOKEN_FILE": "/etc/kvplane/access/token",
+    }  # fmt: skip
+
+
+def test_routers_are_spread_and_few_are_away_at_a_time():
+    objects = Helm4().objects(values_of("router"))
+    budget, deployment = the(objects, "PodDisruptionBudget", "-router")["spec"], the(objects, "Deployment", "-router")
+    pods = deployment["spec"]["template"]
+    assert budget["selector"]["matchLabels"].items() <= pods["metadata"]["labels"].items()
+    assert budget["maxUnavailable"] == 1
+    spread = pods["spec"]["topologySpreadConstraints"]
+    assert [one["topologyKey"] for one in spread] == ["topology.kubernetes.io/zone", "kubernetes.io/hostname"]
+    assert all(one["labelSelector"] == deployment["spec"]["selector"] for one in spread)
+    one = {"router": {"enabled": True, "replicas": 1, "places": [{"name": "e", "events": "tcp://e:1"}]}}
+    assert "PodDisruptionBudget" not in kinds(Helm4().objects(one))
+
+
+def test_a_router_may_call_the_ports_of_its_places_and_no_others():
+    places = [
+        {"name": "a", "events": "tcp://a:5557", "replay": "tcp://[::1]:5558", "endpoint": "http://a/v1:9"},
+        {"name": "b", "events": "ipc:///b", "endpoint": "https://b.example/"},
+        {"name": "c", "service": "c-0:7070,c-1:7072", "endpoint": "c:8000"},
+    ]
+    values = values_of("router")
+    objects = Helm4().objects({**values, "router": {**values["router"], "places": places}})
+    policy = the(objects, "NetworkPolicy", "-router")["spec"]
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    ports = [one["port"] for rule in policy["egress"] for one in rule["ports"]]
+    assert sorted(ports) == sorted([53, 53, 80, 443, 5557, 5558, 7070, 7072, 8000])
+
+
+def test_the_keys_of_a_store_outlive_the_release():
+    (secret,) = (
+        one for one in Helm4().objects({"store": {"type": "sqlite"}}) if one["metadata"]["name"].endswith("-store-keys")
+    )
+    assert secret["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+
+
+def test_every_container_has_a_limit_of_memory():
+    for spec in pod_specs(Helm4().objects({**values_of("ha"), "gpuWorker": {"mode": "daemonset"}})):
+        assert all("memory" in one["resources"]["limits"] for one in spec["containers"])
+
+
+def test_notes_warn_of_what_is_open():
+    def notes(values):
+        return next(text for path, text in Helm4().files(values).items() if path.endswith("NOTES.txt"))
+
+    assert "has all permissions" in notes({})
+    assert "reads metrics" in notes({})
+    closed = {
+        "networkPolicy": {"enabled": True, "clients": [{"podSelector": {}}], "metricsClients": [{"podSelector": {}}]}
+    }
+    certificates = {"tls": {"enabled": True, "existingSecret": "s", "clientAuth": "require"}}
+    owners = {"auth": {"existingSecret": "s", "ownersKey": "o", "tokensKey": "t"}}
+    for values in (closed, certificates, owners):
+        assert "has all permissions" not in notes(values)
+    assert "reads metrics" not in notes({"metrics": {"token": {"existingSecret": "s"}}})
 
 
 def test_a_changed_configuration_changes_the_pods():

@@ -18,6 +18,9 @@ from tests.helm.charts import CHART, ROOT, SETS, Helm3, Helm4, Refused, configur
 HELMS = pytest.mark.parametrize("helm", [Helm3(), Helm4()], ids=["helm-3.6.2", "helm-4"])
 EXTERNAL = {"type": "external", "external": {"url": "redis://r:6379"}}
 
+ENGINE: dict[str, Any] = {"name": "e", "events": "tcp://e:1"}
+ANY_POD: list[dict[str, Any]] = [{"namespaceSelector": {}}]
+
 # Values, and a part of the refusal.
 CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "two on no store": ({"replicas": 2}, "store.type: none is not shared, and there may be 2 service processes"),
@@ -142,6 +145,35 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
         "gpuWorker.resources.requests.memory 9Gi has no room for a host tier of 8Gi, which is at most 80 % of it: give "
         "at least 10240Mi",
     ),
+    "a policy that admits no engine": (
+        {"networkPolicy": {"enabled": True, "metricsClients": ANY_POD}},
+        "networkPolicy.clients is empty",
+    ),
+    "a policy that admits no scrape": (
+        {"networkPolicy": {"enabled": True, "clients": ANY_POD}},
+        "networkPolicy.metricsClients is empty",
+    ),
+    "a router of nothing": ({"router": {"enabled": True}}, "router.places is empty"),
+    "two places of one name": (
+        {"router": {"enabled": True, "places": [ENGINE, {**ENGINE, "events": "tcp://f:1"}]}},
+        "router.places has two places of the name e",
+    ),
+    "a router without a token": (
+        {
+            "router": {"enabled": True, "places": [{"name": "r", "service": "s:7070"}]},
+            "auth": {"existingSecret": "s", "ownersKey": "o", "tokensKey": "t"},
+        },
+        "router.places follows r at a service, but has no token for it",
+    ),
+    "one port of a router twice": (
+        {"router": {"enabled": True, "port": 7071, "places": [ENGINE]}},
+        "router.port must differ",
+    ),
+    "a store above the memory of its container": (
+        {"store": {"type": "builtin", "builtin": {"maxMemory": "310mb"}}},
+        "store.builtin.maxMemory 310mb is more than 80 % of resources.limits.memory 384Mi",
+    ),
+    "a log on a root that is read-only": ({"auditLog": "/var/log/audit"}, "mount a volume"),
     "a worker without a certificate": (
         {"gpuWorker": {"mode": "daemonset"}, "tls": {"enabled": True, "existingSecret": "s", "clientAuth": "require"}},
         "gpuWorker has no certificate",
@@ -167,7 +199,7 @@ def test_a_contradiction_is_refused_with_the_remedy(name, helm):
 def test_every_rule_refuses_some_case():
     """Rules are the lines of the templates that begin with a value's name."""
     text = (CHART / "templates" / "_validations.tpl").read_text()
-    names = r"[a-z]\w*\.|access |auth |tls |gpuWorker |extraEnv |terminationG"
+    names = r"[a-z]\w*\.|auditLog |access |auth |tls |gpuWorker |extraEnv |terminationG"
     rules = re.findall(rf"^((?:{names})[^\n]*)$", text, re.MULTILINE)
     assert len(rules) > 20
     messages = "".join(refusal(values, Helm4()) for values, _ in CONTRADICTIONS.values())
@@ -205,10 +237,50 @@ def test_resource_claims_need_a_new_kubernetes():
         ({"tls": {"clientAuth": "optional"}}, "clientAuth"),
         ({"fullnameOverride": "1e3"}, "fullnameOverride"),
         ({"gpuWorker": {"service": "*.kvplane-headless"}}, "service"),
+        ({"store": {"builtin": {"maxMemory": "256Mi"}}}, "maxMemory"),
+        ({"store": {"builtin": {"maxMemory": "0"}}}, "maxMemory"),
+        ({"store": {"sqlite": {"size": "0Gi"}}}, "size"),
+        ({"gpuWorker": {"tiers": {"hostMemory": "0Mi"}}}, "hostMemory"),
+        ({"listenAddress": "::"}, "listenAddress"),
+        ({"commonLabels": {"app.kubernetes.io/name": "x"}}, "app.kubernetes.io/name"),
+        ({"podLabels": {"app.kubernetes.io/component": "x"}}, "app.kubernetes.io/component"),
+        ({"gpuWorker": {"podLabels": {"helm.sh/chart": "x"}}}, "helm.sh/chart"),
+        ({"extraEnv": [{"value": "x"}]}, "name"),
+        ({"gpuWorker": {"extraEnv": [{"value": "x"}]}}, "name"),
+        ({"router": {"places": [{"name": "a"}]}}, "places"),
+        ({"router": {"places": [{**ENGINE, "service": "s:1"}]}}, "places"),
+        ({"router": {"places": [{**ENGINE, "model": 7}]}}, "model"),
+        ({"router": {"places": [{**ENGINE, "repaly": "tcp://e:2"}]}}, "repaly"),
+        ({"router": {"places": [{**ENGINE, "events": "e:1"}]}}, "events"),
+        ({"router": {"settings": {"polcy": "cost"}}}, "polcy"),
+        ({"router": {"settings": {"max_decisions": 0}}}, "max_decisions"),
+        ({"resources": None}, "resources"),
+        ({"store": {"external": None}}, "external"),
+        ({"tolerations": None}, "tolerations"),
+        ({"gpuWorker": {"resources": None}}, "resources"),
+        ({"config": None}, "config"),
     ],
 )
 def test_the_schema_refuses_unknown_values_by_name(values, named, helm):
     assert named in refusal(values, helm)
+
+
+@pytest.mark.parametrize("memory", ["1.5Gi", "12G", "12e9", 12_000_000_000, "12582912Ki", "12288M", "10000000k"])
+def test_memory_in_any_unit_of_kubernetes_is_compared_with_a_host_tier(memory):
+    def values(limit):
+        resources = {"requests": {"memory": "13Gi"}, "limits": {"memory": limit}}
+        return {"gpuWorker": {"mode": "daemonset", "tiers": {"hostMemory": "10Gi"}, "resources": resources}}
+
+    said = refusal(values(memory), Helm4())
+    assert "gpuWorker.resources.limits.memory" in said
+    assert "requests.memory" not in said
+    for enough in ("12800Mi", "13.5G", "14e9", 14_000_000_000):
+        assert Helm4().objects(values(enough))
+
+
+def test_units_of_router_settings_are_accepted():
+    settings = {"forget_after_s": "10m", "max_body_bytes": "64MiB", "warm_up_s": 2.5, "policy": "ttft"}
+    assert Helm4().objects({"router": {"enabled": True, "places": [ENGINE], "settings": settings}})
 
 
 def test_globals_of_a_parent_chart_are_accepted():

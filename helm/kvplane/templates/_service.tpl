@@ -167,16 +167,14 @@ resources: {{- toYaml .Values.resources | nindent 2 }}
 volumeMounts: {{- include "kvplane.serviceMounts" . | nindent 2 }}
 {{- end }}
 
+{{/* Best-effort spread of one component: dict "root" $ "component" "service" */}}
 {{- define "kvplane.topologySpread" -}}
-{{- if .Values.topologySpreadConstraints -}}
-{{ toYaml .Values.topologySpreadConstraints }}
-{{- else -}}
+{{- $component := . -}}
 {{- range $key := list "topology.kubernetes.io/zone" "kubernetes.io/hostname" }}
 - maxSkew: 1
   topologyKey: {{ $key }}
   whenUnsatisfiable: ScheduleAnyway
   labelSelector:
-    matchLabels: {{- include "kvplane.selector" (dict "root" $ "component" "service") | nindent 6 }}
+    matchLabels: {{- include "kvplane.selector" $component | nindent 6 }}
 {{- end }}
-{{- end -}}
 {{- end }}

@@ -1,7 +1,7 @@
 {{/* Contradicting values: all of them in one message, each with its remedy. */}}
 {{- define "kvplane.validate" -}}
 {{- $wrong := list -}}
-{{- range $check := list "store" "tls" "auth" "scale" "pods" "worker" -}}
+{{- range $check := list "store" "tls" "auth" "scale" "pods" "policy" "router" "worker" -}}
 {{- range $line := include (printf "kvplane.validate.%s" $check) $ | splitList "\n" -}}
 {{- with trim $line }}{{ $wrong = append $wrong (printf "  - %s" .) }}{{ end -}}
 {{- end -}}
@@ -35,8 +35,47 @@ store.external names keys of a secret, but no existingSecret
 {{- if ne (empty $store.external.certKey) (empty $store.external.keyKey) }}
 store.external has half a TLS pair: give certKey and keyKey, or neither
 {{- end }}
+{{- if eq $store.type "builtin" }}
+{{- $units := dict "" 1.0 "b" 1.0 "k" 1e3 "kb" 1024.0 "m" 1e6 "mb" 1048576.0 "g" 1e9 "gb" 1073741824.0 }}
+{{- $number := regexFind "^[0-9]+" $store.builtin.maxMemory }}
+{{- $most := divf (mulf (float64 $number) (get $units (trimPrefix $number $store.builtin.maxMemory | lower))) 1048576.0 }}
+{{- $limit := dig "limits" "memory" "" $store.builtin.resources }}
+{{- if and $limit (gt $most (mulf 0.8 (include "kvplane.quantity" $limit | float64))) }}
+store.builtin.maxMemory {{ $store.builtin.maxMemory }} is more than 80 % of resources.limits.memory {{ $limit }}: Valkey would be killed before it refuses writes; lower it, or raise the limit
+{{- end }}
+{{- end }}
 {{- if and $store.external.caKey (not (hasPrefix "rediss" $store.external.url)) }}
 store.external.caKey is given, but the url does not use TLS: begin it with rediss
+{{- end }}
+{{- end }}
+
+{{- define "kvplane.validate.policy" -}}
+{{- $policy := .Values.networkPolicy }}
+{{- if and $policy.enabled (include "kvplane.serves" .) (not $policy.clients) }}
+networkPolicy.clients is empty, so that no engine could call the service: name the peers that may, such as {namespaceSelector: {}} for every pod of the cluster
+{{- end }}
+{{- if and $policy.enabled (include "kvplane.serves" .) .Values.metrics.enabled (not $policy.metricsClients) }}
+networkPolicy.metricsClients is empty, so that nothing could read metrics: name the peers that may, or set metrics.enabled=false
+{{- end }}
+{{- end }}
+
+{{- define "kvplane.validate.router" -}}
+{{- $router := .Values.router }}
+{{- if and $router.enabled (not $router.places) }}
+router.places is empty: name the engines, as in docs/fleet.md
+{{- end }}
+{{- $names := list }}
+{{- range $place := $router.places }}
+{{- if has $place.name $names }}
+router.places has two places of the name {{ $place.name }}: rename one
+{{- end }}
+{{- $names = append $names $place.name }}
+{{- if and $router.enabled $place.service (include "kvplane.auth" $) (not $.Values.access.tokenKey) (not $.Values.access.certKey) }}
+router.places follows {{ $place.name }} at a service, but has no token for it: name access.existingSecret and access.tokenKey
+{{- end }}
+{{- end }}
+{{- if and $router.enabled (has (int $router.port) (list (int .Values.ports.health) (int .Values.ports.metrics))) }}
+router.port must differ from ports.health and ports.metrics: they are ports of one pod
 {{- end }}
 {{- end }}
 
@@ -113,6 +152,9 @@ ports.grpc, ports.health and ports.metrics must differ: they are ports of one po
 terminationGracePeriodSeconds {{ int . }} is not longer than a drain: give more than {{ $needed }} (drain.preStopSeconds + drain.graceSeconds)
 {{- end }}
 {{- end }}
+{{- if and .Values.auditLog (ne .Values.auditLog "-") (not .Values.extraVolumeMounts) }}
+auditLog is a file, and the root of the container is read-only: mount a volume with extraVolumes and extraVolumeMounts, or use "-"
+{{- end }}
 {{- range .Values.extraEnv }}
 {{- $key := trimPrefix "KVPLANE_" .name | lower }}
 {{- if and (hasPrefix "KVPLANE_" .name) (has $key (include "kvplane.chartKeys" $ | fromYamlArray)) }}
@@ -160,7 +202,7 @@ gpuWorker.tiers.disk.type hostPath is for workers on nodes, since pods of the se
 {{- $needed := div (add (mul 5 (include "kvplane.mebibytes" $tiers.hostMemory | int64)) 3) 4 }}
 {{- range $name := list "requests" "limits" }}
 {{- $given := dig $name "memory" "" $worker.resources | toString }}
-{{- if and (regexMatch "^[0-9]+(Mi|Gi|Ti)$" $given) (lt (include "kvplane.mebibytes" $given | int64) $needed) }}
+{{- if and $given (lt (include "kvplane.quantity" $given | int64) $needed) }}
 gpuWorker.resources.{{ $name }}.memory {{ $given }} has no room for a host tier of {{ $tiers.hostMemory }}, which is at most 80 % of it: give at least {{ $needed }}Mi
 {{- end }}
 {{- end }}

@@ -82,6 +82,13 @@ its socket exists: it binds the socket when it serves, and a new one first remov
 {{- mul $count (get (dict "Mi" 1 "Gi" 1024 "Ti" 1048576) (regexFind "(Mi|Gi|Ti)$" .)) -}}
 {{- end }}
 
+{{/* Any quantity of Kubernetes, such as 1.5Gi, 64G, 4e9 or a number, in whole MiB. */}}
+{{- define "kvplane.quantity" -}}
+{{- $number := regexFind "^[0-9.]+([eE][+-]?[0-9]+)?" (toString .) -}}
+{{- $units := dict "" 1.0 "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 "Pi" 1125899906842624.0 -}}
+{{- divf (mulf (float64 $number) (get $units (trimPrefix $number (toString .)) | default 1.0)) 1048576.0 | floor | int64 -}}
+{{- end }}
+
 {{/* The folder of disk tiers, of all ranks of a pod. */}}
 {{- define "kvplane.tierVolumes" -}}
 {{- $disk := .Values.gpuWorker.tiers.disk -}}
