@@ -99,7 +99,7 @@ class Pool:
 def slots_of(tier: TierSpec, width: int, world: World) -> Slots:
     if tier.kind is TierKind.HOST:
         return world.fault.slots(tier, width, world.place.device)
-    return DiskSlots(tier, width, Path(tempfile.gettempdir()), f"kvplane-test-{draw_nonce():x}")
+    return DiskSlots(tier, width, Path(tempfile.mkdtemp()), f"kvplane-test-{draw_nonce():x}")
 
 
 def poisoned_memory(plan: RankPlan, rank: int, world: World) -> RankMemory:

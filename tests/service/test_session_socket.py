@@ -141,6 +141,22 @@ def test_a_session_by_the_protocol(service, path):
     until(lambda: service.state() == "IDLE")
 
 
+@pytest.mark.parametrize("umask", [0, 0o77])
+@pytest.mark.parametrize(("directory", "mode"), [(0o755, 0o600), (0o2770, 0o660), (0o777, 0o666), (0o1777, 0o600)])
+def test_who_may_connect_follows_from_the_directory_and_not_from_the_umask(tmp_path, directory, mode, umask):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    folder.chmod(directory)
+    before = os.umask(umask)
+    try:
+        with socket.socket(socket.AF_UNIX) as left:
+            left.bind(str(folder / "sessions"))
+        ttrpc._bound(str(folder / "sessions")).close()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((folder / "sessions").stat().st_mode) == mode
+
+
 def test_a_client_that_sends_no_more_ends_its_stream(service, path):
     with Raw(path) as client:
         client.begin()

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 
-from kvplane.base.errors import InvalidArgument, OutOfMemory, WorkerExists
+from kvplane.base.errors import InvalidArgument, OutOfMemory, PermissionDenied, WorkerExists
 from kvplane.base.groups import TierKind, TierSpec
 from kvplane_worker.tiers import disk
 from kvplane_worker.tiers.disk import FAILURES, DiskSlots
@@ -138,6 +143,45 @@ def test_two_workers_do_not_use_one_file(tmp_path: Path):
     again.close()
 
 
+@pytest.mark.parametrize("mode", [0o775, 0o757, 0o777, 0o1777])
+def test_a_folder_that_others_can_write_to_is_refused_with_a_remedy(tmp_path: Path, mode: int):
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(mode)
+    with pytest.raises(PermissionDenied, match=r"others cannot write to.*chmod go-w") as refused:
+        DiskSlots(SPEC, 5000, tmp_path / "open", "name")
+    assert (refused.value.field, [*(tmp_path / "open").iterdir()]) == ("--disk", [])
+
+
+def test_a_folder_below_one_of_another_user_is_refused(tmp_path: Path, monkeypatch):
+    real = os.stat(tmp_path)
+    monkeypatch.setattr(Path, "stat", lambda self: SimpleNamespace(st_uid=12345, st_mode=real.st_mode))
+    with pytest.raises(PermissionDenied, match="belongs to another user, who could replace"):
+        DiskSlots(SPEC, 5000, tmp_path / "own", "name")
+
+
+def test_a_folder_that_is_a_link_is_followed_before_it_is_checked(tmp_path: Path):
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "link").symlink_to(tmp_path / "open")
+    with pytest.raises(PermissionDenied):
+        DiskSlots(SPEC, 5000, tmp_path / "link", "name")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_in_a_volume_of_root_a_worker_of_another_user_makes_its_own_folder(tmp_path: Path):
+    volume = Path(tempfile.mkdtemp())
+    volume.chmod(0o2777)
+    script = (
+        "import os; from pathlib import Path; from kvplane.base.groups import TierKind, TierSpec\n"
+        "from kvplane_worker.tiers.disk import DiskSlots; os.setgid(65534); os.setuid(65534)\n"
+        f"print(DiskSlots(TierSpec(TierKind.DISK, 3), 5000, Path({str(volume)!r}), 'name').path)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == str(volume / "kvplane-65534" / "name"), done.stderr
+    assert (volume / "kvplane-65534").stat().st_mode & 0o777 == 0o700
+    shutil.rmtree(volume)
+
+
 def test_a_file_of_something_else_is_refused_and_not_changed(tmp_path: Path):
     (tmp_path / "name").write_bytes(b"my thesis" * 1000)
     with pytest.raises(InvalidArgument, match="no file of a disk tier") as refused:
@@ -168,6 +212,7 @@ def test_a_pipe_in_place_of_the_file_is_refused_and_stays(tmp_path: Path):
 def test_a_file_of_another_user_is_refused(tmp_path: Path, monkeypatch):
     """It has the form of a tier's file, and that user can write what it says into its slots."""
     DiskSlots(SPEC, 5000, tmp_path, "name").close()
+    monkeypatch.setattr(disk, "_private", lambda folder: folder)
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(InvalidArgument, match="of this user"):
         DiskSlots(SPEC, 5000, tmp_path, "name")

@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import secrets
-import stat
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from pathlib import Path
 
 from kvplane.base.errors import InvalidArgument, NotFound, PermissionDenied, WorkerExists
 from kvplane.base.worker import is_socket_path
+from kvplane_worker.memory.folders import make_private
 from kvplane_worker.memory.shared import SHM_FOLDER
 
 SOCKET, GRPC_SOCKET, TOKEN, LOCK, STATE = "worker.sock", "grpc.sock", "token", "lock", "worker.json"
@@ -91,7 +91,7 @@ class RunDir:
                 remedy="choose a shorter path",
             )
         self.path = path
-        _make_private(path)
+        make_private(path, "run_dir")
         self._lock = os.open(path / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         self.last = self._read_state()
         try:
@@ -201,37 +201,6 @@ def _is_mapped(path: Path) -> bool:
             if str(path) in maps.read_text():
                 return True
     return False
-
-
-def _make_private(path: Path) -> None:
-    """Create a directory that only this user can enter. Raises PermissionDenied if other users can enter or replace the
-    directory.
-
-    The parent must belong to this user or to root: any other owner could replace the directory.
-    """
-    _make(path.parent, parents=True)
-    if path.parent.stat().st_uid not in (0, os.getuid()):
-        raise PermissionDenied(
-            f"{path.parent} belongs to another user, who could replace the directory {path.name} in it",
-            field="run_dir",
-            remedy="choose a run_dir whose parent belongs to this user or to root",
-        )
-    _make(path, parents=False)
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise PermissionDenied(
-            f"{path} is not a private directory of user {os.getuid()}",
-            field="run_dir",
-            remedy="choose another run_dir, or remove the access of other users (chmod 700)",
-        )
-
-
-def _make(path: Path, parents: bool) -> None:
-    try:
-        path.mkdir(mode=0o700, parents=parents, exist_ok=True)
-    except OSError as error:
-        what = f"the directory {path} cannot be made: {error.strerror}"
-        raise InvalidArgument(what, field="run_dir", remedy="choose a run_dir below a writable directory") from None
 
 
 def _write_private(path: Path, text: str) -> None:

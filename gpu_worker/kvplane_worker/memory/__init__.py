@@ -2,6 +2,7 @@
 
 handle  what another process needs to map the memory
 shared  files in /dev/shm, for CPU pages, stamps and staging
+folders folders that no other user can write to or replace
 cuda    allocations on a GPU, shared by CUDA IPC
 kinds   one interface for both
 """

@@ -23,6 +23,7 @@ from torch import Tensor
 from kvplane.base.errors import InvalidArgument, OutOfMemory, WorkerExists
 from kvplane.base.groups import TierSpec
 from kvplane.base.stamp_table import StampTable
+from kvplane_worker.memory.folders import WRITE_OF_OTHERS, make_private
 from kvplane_worker.tiers.kept import Kept, kept_of, read_index, remove_index, write_index
 from kvplane_worker.tiers.seal import HEADER_BYTES, IDENTITY_BYTES, Content, held_in
 from kvplane_worker.tiers.slots import ALIGNMENT_BYTES, Fill, SlotCounts, aligned
@@ -56,6 +57,7 @@ class DiskSlots:
             WorkerExists: another worker uses the file.
             OutOfMemory: the disk has too little room.
             InvalidArgument: the folder cannot be used, or the file is none of a tier.
+            PermissionDenied: other users can write to the folder, or replace it.
         """
         self.spec = spec
         self.slot_bytes = aligned(slot_bytes)
@@ -63,11 +65,10 @@ class DiskSlots:
         self._stride = ALIGNMENT_BYTES + self.slot_bytes
         self._threads = threading.local()
         self._failures, self._paused_until = 0, 0.0
-        self.path = folder / name
+        self.path = _private(folder) / name
         self._content = _CONTENT.pack(MAGIC, content, spec.num_blocks, self.slot_bytes)
         self.identity = content
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._file, self.is_direct = _open(self.path)
         except OSError as error:
             raise InvalidArgument(
@@ -255,6 +256,17 @@ class DiskSlots:
     def is_suspended(self) -> bool:
         """See `Slots.is_suspended`."""
         return self._failures >= FAILURES and time.monotonic() < self._paused_until
+
+
+def _private(folder: Path) -> Path:
+    """Return the folder, made if it does not exist, or in one of root, such as a mounted volume, one of this user.
+    Raises as `make_private`.
+    """
+    folder = folder.resolve()
+    if os.geteuid() and folder.is_dir() and not folder.stat().st_uid:
+        folder /= f"kvplane-{os.geteuid()}"
+    make_private(folder, "--disk", WRITE_OF_OTHERS)
+    return folder
 
 
 def _open(path: Path) -> tuple[int, bool]:

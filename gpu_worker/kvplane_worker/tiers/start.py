@@ -77,6 +77,7 @@ def start_movers(memory: TierMemory, options: TierOptions, ops: PageOps) -> Move
         OutOfMemory: a tier does not fit into the free memory of the host, the free room of the disk, or the limit of
             the operator.
         WorkerExists: another worker uses the file of a disk tier.
+        PermissionDenied: other users can write to the folder of a disk tier, or replace it.
     """
     pages = memory.buffers
     assert memory.jobs is not None, "the memory was allocated with tiers"

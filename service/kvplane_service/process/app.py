@@ -25,6 +25,7 @@ from kvplane_service.replicas.recent import Recent, sample_in_background
 from kvplane_service.rpc.about import About
 from kvplane_service.rpc.server import CallFilters, RpcServer
 from kvplane_service.runtime.executors import Executor, InOrder, share_interpreter
+from kvplane_service.runtime.files import allow_connections
 from kvplane_service.store.expiry import expire_in_background
 from kvplane_service.store.keeper import Entropy, Keeper
 from kvplane_service.store.opening import make_store
@@ -258,6 +259,7 @@ async def serve(config: Config, ready: Callable[[App], None]) -> None:
             "any client that reaches %s has access: set tls_cert and auth_owners, or listen on 127.0.0.1 or unix:PATH",
             config.listen,
         )
+    allow_connections(config.max_connections * (2 if config.session_socket else 1))
     await app.start()
     if is_store_trusted(config):
         _log.warning("the store is trusted: any process that can write to it can cause wrong hits; set store_key_file")

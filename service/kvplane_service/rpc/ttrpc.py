@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import select
+import socket
+import stat
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -71,7 +73,9 @@ class TtrpcServer:
         path = self._config.session_socket
         check_free(f"unix:{path}", "session_socket")
         try:
-            self._server = await asyncio.get_running_loop().create_unix_server(self._connection, path, backlog=_BACKLOG)
+            listening = _bound(path)
+            loop = asyncio.get_running_loop()
+            self._server = await loop.create_unix_server(self._connection, sock=listening, backlog=_BACKLOG)
         except OSError as error:
             raise not_free(f"unix:{path}", error.strerror or str(error), "session_socket") from None
         self._file = _file_at(path)
@@ -94,6 +98,27 @@ class TtrpcServer:
 
     def _connection(self) -> _Connection:
         return _Connection(self, self._config.max_message_bytes, self._config.max_connections)
+
+
+def _bound(path: str) -> socket.socket:
+    """Return a socket at the path, in place of one on which no process listens. Its user may connect, and who can write
+    to the directory and so could replace the file; the umask has no say.
+    """
+    with suppress(FileNotFoundError):
+        if stat.S_ISSOCK(os.stat(path).st_mode):
+            os.unlink(path)
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        os.fchmod(listening.fileno(), 0o600)  # so that the file has no more from its first moment on
+        listening.bind(path)
+        file, directory = os.stat(path), os.stat(os.path.dirname(path) or ".")
+        shared = 0 if directory.st_mode & stat.S_ISVTX else directory.st_mode
+        of_group = 0o060 if shared & stat.S_IWGRP and file.st_gid == directory.st_gid else 0
+        os.chmod(path, 0o600 | of_group | (0o006 if shared & stat.S_IWOTH else 0))
+    except OSError:
+        listening.close()
+        raise
+    return listening
 
 
 def _file_at(path: str) -> tuple[int, int] | None:
