@@ -101,7 +101,7 @@ class TtrpcServer:
 
 
 def _bound(path: str) -> socket.socket:
-    """Return a socket at the path, in place of one on which no process listens. Its user may connect, and who can write
+    """Return a socket at the path, instead of one on which no process listens. Its user may connect, and who can write
     to the directory and so could replace the file; the umask has no say.
     """
     with suppress(FileNotFoundError):
