@@ -33,7 +33,7 @@ LEFT_OUT = {
 }  # fmt: skip
 FLEET = [command for command in COMMANDS if command.startswith("kvplane fleet")]  # tests/router/test_cli.py runs them
 CHANGES = ("deregister", "reset", "evict")
-OFFLINE = ("kvplane plan", "kvplane models", "kvplane replay", "kvplane token")
+OFFLINE = ("kvplane plan", "kvplane models", "kvplane replay", "kvplane token", "kvplane erase")
 
 
 def test_operating_notes_show_the_commands():
@@ -68,7 +68,7 @@ def test_command_of_the_notes_runs(command, tmp_path):
             session.apply(part_of())  # so that the keys of the first one are published
             record(service.address, RecordRequest(replica="r"), log, 1)
             values = {"REPLICA": "r", "NAME": "named", "MODEL": "llama-3.1-8b", "FILE": str(log), "N": "60"}
-            values["OWNER"] = "team-a"
+            values |= {"OWNER": "team-a", "FOLDER": str(tmp_path)}
             words = [values.get(word, word) for word in shlex.split(command)][1:]
             if words[0] in CHANGES:  # the engine of the other one runs no further step
                 words = [*("idle" if word == "r" else word for word in words), "--yes"]

@@ -1,5 +1,5 @@
-"""The command `kvplane worker`. The command imports torch and gRPC within its function, so that `kvplane --help` is
-fast.
+"""The commands `kvplane worker` and `kvplane erase`. They import torch and gRPC within their functions, so that
+`kvplane --help` is fast.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from kvplane.base.groups import TierKind
 from kvplane.base.installed import command_for
 from kvplane.base.units import parse_bytes
 
+_IN_USE = 1
 _SIZE = "Size of the {}, such as 256GiB. A worker: at most; default: what is free."
 
 
@@ -81,6 +82,20 @@ def command(
         given.service, replica, rank, device, run_dir, staging_size, backend, given.access(), wait, disk, most_bytes
     )
     run(options, _print_address)
+
+
+def erase_command(folder: Annotated[Path, typer.Argument(help="Folder that `--disk` of workers names.")]) -> None:
+    """Remove what disk tiers left in a folder. Files that a worker uses stay, and the exit code is 1."""
+    _require_torch()
+    from kvplane_worker.tiers.disk import erase_left
+
+    found = list(erase_left(folder))
+    for path, is_erased in found:
+        sys.stdout.write(f"{'erased' if is_erased else 'a worker uses'} {path}\n")
+    if not found:
+        sys.stdout.write(f"{folder} holds no file of a disk tier of this user\n")
+    if not all(is_erased for _, is_erased in found):
+        raise typer.Exit(_IN_USE)
 
 
 def _require_torch() -> None:

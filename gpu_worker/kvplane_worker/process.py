@@ -235,16 +235,16 @@ class WorkerProcess:
 
     def close(self) -> None:
         """Release everything that `start` acquired, also if `start` failed. Pages that a running engine maps are not
-        freed.
+        freed. The files of disk tiers are kept for the next worker, and erased if the replica was deregistered.
         """
-        self._deregister(self._info.worker_id)
+        is_gone = self._deregister(self._info.worker_id)
         if self._server is not None:
             self._server.stop(GRACE_S)
         lent = self._servicer is not None and self._servicer.attached_pid != 0
         if self._servicer is not None:
             self._servicer.close()
         if self._served is not None and self._served.movers is not None:
-            self._served.movers.close(keep=not lent)
+            self._served.movers.close(keep=not lent, erase=is_gone)
         if self._served is not None and self._served.memory is not None:
             self._served.memory.close(lent)
         self._run_dir.leave()
@@ -348,14 +348,18 @@ class WorkerProcess:
             tiers=tuple(use_of(tier) for tier in movers.tiers) if movers is not None else (),
         )
 
-    def _deregister(self, worker_id: int) -> None:
-        """Remove a worker's registration. If this fails, the service removes it when the lease expires."""
+    def _deregister(self, worker_id: int) -> bool:
+        """Remove a worker's registration. If this fails, the service removes it when the lease expires. Returns whether
+        no replica of this name is registered: a later registration has no use for what this one stored.
+        """
         if self._service is None:
-            return
+            return False
         try:
             self._service.deregister_worker(self._options.replica, worker_id)
         except KvplaneError as error:
             _log.warning("%s", error)
+            return isinstance(error, NotFound)
+        return False
 
 
 def run(options: WorkerOptions, ready: Callable[[str], None]) -> None:

@@ -20,7 +20,7 @@ from tests.service.rig import running
 
 ROOT: Any = typer.main.get_command(app)
 CONNECTION = {f"--{name.replace('_', '-')}" for name in Given.__slots__}
-CALLS_NOTHING = {"demo", "serve", "plan", "models", "config", "token", "store", "decode", "version"}
+CALLS_NOTHING = {"demo", "serve", "plan", "models", "config", "token", "store", "erase", "decode", "version"}
 # Options whose value is a count, a share or a ratio, although the name or the help has a word of time or size.
 NO_QUANTITY = {"--page-size", "--block-size", "--speed", "--prefill-tokens-per-second", "--decisions"}
 UNITS = re.compile(r"\b(seconds?|milliseconds?|microseconds?|bytes|[KMG]i?B)\b|-(mib|ms|us|seconds)$", re.IGNORECASE)

@@ -13,13 +13,16 @@ from random import Random
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from kvplane.base.errors import InvalidArgument, OutOfMemory, PermissionDenied, WorkerExists
 from kvplane.base.groups import TierKind, TierSpec
 from kvplane_worker.tiers import disk
 from kvplane_worker.tiers.disk import FAILURES, DiskSlots
-from kvplane_worker.tiers.seal import HEADER_BYTES
+from kvplane_worker.tiers.kept import Kept
+from kvplane_worker.tiers.seal import HEADER_BYTES, Content
 from kvplane_worker.tiers.slots import ALIGNMENT_BYTES
+from tests.cli.processes import KVPLANE
 from tests.worker.tier_rig import Rig
 
 SPEC = TierSpec(TierKind.DISK, 30)
@@ -141,6 +144,47 @@ def test_two_workers_do_not_use_one_file(tmp_path: Path):
     again = DiskSlots(SPEC, 5000, tmp_path / "new", "name")
     assert again.slot_bytes == 8192
     again.close()
+
+
+def test_what_a_file_held_for_another_registration_is_gone_when_a_worker_begins(tmp_path: Path):
+    held = DiskSlots(SPEC, 5000, tmp_path, "name", b"one registration")
+    held.begin(None)
+    secret = b"keys and values!" * 200
+    assert held.write([Content(held.identity, 1, 3, 0, 9)], len(secret), filled_with(secret)) == [True]
+    held.close(Kept(1, [0, 0, 0, 9, *[0] * 26]))
+    assert secret in (tmp_path / "name").read_bytes()
+    later = DiskSlots(SPEC, 5000, tmp_path, "name", b"the next of them")
+    assert later.take_over(None) is None
+    later.begin(None)
+    assert secret[:16] not in (tmp_path / "name").read_bytes()
+    later.close(erase=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def filled_with(secret: bytes):
+    def fill(rows):
+        rows[0] = torch.frombuffer(bytearray(secret), dtype=torch.uint8)
+        return [True]
+
+    return fill
+
+
+def test_erase_removes_the_files_that_no_worker_uses_and_nothing_else(tmp_path: Path):
+    left, used = DiskSlots(SPEC, 5000, tmp_path, "left.slots"), DiskSlots(SPEC, 5000, tmp_path, "used.slots")
+    left.begin(None)
+    left.close(Kept(1, [0] * 30))
+    used.begin(None)
+    (tmp_path / "thesis.slots").write_bytes(b"my thesis")
+    (tmp_path / "link.slots").symlink_to(tmp_path / "thesis.slots")
+    os.mkfifo(tmp_path / "pipe.slots")
+    assert list(disk.erase_left(tmp_path)) == [(tmp_path / "left.slots", True), (tmp_path / "used.slots", False)]
+    names = {one.name for one in tmp_path.iterdir()}
+    assert names == {"used.slots", "thesis.slots", "link.slots", "pipe.slots"}
+    done = subprocess.run([*KVPLANE, "erase", str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (1, f"a worker uses {tmp_path}/used.slots\n"), done.stderr
+    used.close()
+    done = subprocess.run([*KVPLANE, "erase", str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, f"erased {tmp_path}/used.slots\n"), done.stderr
 
 
 @pytest.mark.parametrize("mode", [0o775, 0o757, 0o777, 0o1777])

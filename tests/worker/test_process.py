@@ -301,6 +301,21 @@ def test_worker_exits_when_the_tiers_change(tmp_path, tiers):
         here.worker()
 
 
+@pytest.mark.parametrize("is_registered", [True, False])
+def test_a_worker_that_leaves_erases_its_disk_if_its_replica_was_deregistered(tmp_path, is_registered):
+    with world(tmp_path) as here:
+        here.register(namespace=b"n", tiers=(TierSpec(TierKind.DISK, 10),))
+        child, _ = here.worker()
+        (file,) = (tmp_path / "disk").glob("*.slots")
+        if not is_registered:
+            with connect(here.service.address) as client:
+                client.deregister_replica("r")
+        child.terminate()
+        child.wait()
+        left = {one.name for one in (tmp_path / "disk").iterdir()}
+        assert left == ({file.name, f"{file.name}.index"} if is_registered else set())
+
+
 def test_worker_exits_when_the_plan_changes(tmp_path):
     with world(tmp_path, worker_lease_ms=1500) as here:
         here.register()

@@ -12,7 +12,7 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import compress
 from pathlib import Path
@@ -32,6 +32,7 @@ MAGIC = b"kvptier1"
 _CONTENT = struct.Struct(f"<8s{IDENTITY_BYTES}sQQ")  # magic, content, number of slots, bytes of a slot
 FAILURES = 3  # in a row, after which the disk is left alone for a while
 PAUSE_S = 30.0
+ENDING = ".slots"  # of the names of the files
 
 _log = logging.getLogger(__name__)
 
@@ -80,7 +81,8 @@ class DiskSlots:
             undo.callback(os.close, self._file)
             self._lock()
             self._check_kind()
-            self._reserve(ALIGNMENT_BYTES + spec.num_blocks * self._stride)
+            self._may_hold = os.fstat(self._file).st_size > 0
+            self._reserve()
             undo.pop_all()
 
     @property
@@ -104,8 +106,13 @@ class DiskSlots:
         return kept
 
     def begin(self, kept: Kept | None) -> None:
-        """Begin to use the file, with what it kept or empty. Raises InvalidArgument if it cannot be written."""
+        """Begin to use the file, with what it kept or empty, without what it held for another registration. Raises
+        InvalidArgument if it cannot be written, OutOfMemory if other files took its room meanwhile.
+        """
         if kept is None:
+            if self._may_hold:
+                os.ftruncate(self._file, 0)
+                self._reserve()
             self.identity = secrets.token_bytes(IDENTITY_BYTES)  # no seal of earlier content fits
             buffer, _ = self._buffer(1, 0)
             buffer[: _CONTENT.size + IDENTITY_BYTES] = self._content + self.identity
@@ -121,7 +128,7 @@ class DiskSlots:
 
     @property
     def _index(self) -> Path:
-        return self.path.with_name(f"{self.path.name}.index")
+        return _index_of(self.path)
 
     def _head(self) -> memoryview | None:
         buffer, _ = self._buffer(1, 0)
@@ -149,7 +156,8 @@ class DiskSlots:
                 f"another worker uses {self.path}", field="--disk", remedy="give each worker a folder of its own"
             ) from None
 
-    def _reserve(self, size: int) -> None:
+    def _reserve(self) -> None:
+        size = ALIGNMENT_BYTES + self.spec.num_blocks * self._stride
         is_new = not os.fstat(self._file).st_size
         free = os.statvfs(self.path)
         room = free.f_bavail * free.f_frsize + os.fstat(self._file).st_blocks * 512
@@ -212,10 +220,13 @@ class DiskSlots:
         buffer, _ = self._buffer(1, 0)
         return held_in(bytes(buffer[:HEADER_BYTES])) if self._does(os.preadv, [buffer], self._at(slot)) else (0, 0)
 
-    def close(self, kept: Kept | None = None) -> None:
+    def close(self, kept: Kept | None = None, erase: bool = False) -> None:
         """Close the file; see `Slots.close`."""
         try:
-            if kept is not None:
+            if erase:
+                _erase(self.path)
+                _log.info("%s: erased", self.path)
+            elif kept is not None:
                 os.fsync(self._file)  # else a crash of the host could leave an index that is newer than the slots
                 write_index(self._index, self.identity, kept)
         except OSError as error:
@@ -256,6 +267,37 @@ class DiskSlots:
     def is_suspended(self) -> bool:
         """See `Slots.is_suspended`."""
         return self._failures >= FAILURES and time.monotonic() < self._paused_until
+
+
+def erase_left(folder: Path) -> Iterator[tuple[Path, bool]]:
+    """Remove what disk tiers of this user hold in a folder. Yields each file, and whether it was removed: not while a
+    worker uses it.
+    """
+    for path in sorted(folder.glob(f"*{ENDING}")):
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            continue  # a link, or of another user
+        try:
+            info = os.fstat(file)
+            if stat.S_ISREG(info.st_mode) and info.st_uid == os.geteuid() and os.pread(file, len(MAGIC), 0) == MAGIC:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _erase(path)
+                yield path, True
+        except BlockingIOError:
+            yield path, False
+        finally:
+            os.close(file)
+
+
+def _erase(path: Path) -> None:
+    """Remove a file and its index; its worker, or who has its lock, calls it."""
+    remove_index(_index_of(path))
+    path.unlink(missing_ok=True)
+
+
+def _index_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.index")
 
 
 def _private(folder: Path) -> Path:

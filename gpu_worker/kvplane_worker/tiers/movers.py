@@ -129,9 +129,9 @@ class Movers:
         with self._lock:
             return self._blocks_written()
 
-    def close(self, keep: bool = False) -> None:
+    def close(self, keep: bool = False, erase: bool = False) -> None:
         """Stop the threads, each after its job, and release the slots. Jobs that are left never end. `keep`: what
-        disks hold is for the next worker; no engine may use the stamp table any more.
+        disks hold is for the next worker; no engine may use the stamp table any more. `erase`: it is removed.
         """
         with self._lock:
             self._is_closed = True
@@ -140,7 +140,8 @@ class Movers:
             thread.join()
         for number, tier in enumerate(self._place.tiers):
             first = self._place.first_id(number)
-            tier.close(kept_of(self._place.stamps, first, tier.spec.num_blocks) if keep else None)
+            kept = kept_of(self._place.stamps, first, tier.spec.num_blocks) if keep and not erase else None
+            tier.close(kept, erase)
 
     def _blocks_written(self) -> tuple[int, ...]:
         return tuple(dict.fromkeys(chain.from_iterable(self._written)))

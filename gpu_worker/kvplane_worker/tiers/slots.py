@@ -70,8 +70,10 @@ class Slots(Protocol):
     def held(self, slot: int) -> tuple[int, int]:
         """Return group and bytes of what the slot says that it holds, unverified."""
 
-    def close(self, kept: Kept | None = None) -> None:
-        """Release the memory. `kept`: what the slots hold, for the next worker, if no process writes them any more."""
+    def close(self, kept: Kept | None = None, erase: bool = False) -> None:
+        """Release the memory. `kept`: what the slots hold, for the next worker, if no process writes them any more.
+        `erase`: leave nothing of it.
+        """
 
 
 def use_of(tier: Slots) -> TierUse:
@@ -151,9 +153,9 @@ class HostSlots:
         """See `Slots.held`."""
         return held_in(self._header(slot))
 
-    def close(self, kept: Kept | None = None) -> None:
+    def close(self, kept: Kept | None = None, erase: bool = False) -> None:
         """See `Slots.close`."""
-        del kept
+        del kept, erase
         del self._rows  # the memory is unmapped with the last view of it
 
     def _payload(self, slot: int, num_bytes: int) -> memoryview:

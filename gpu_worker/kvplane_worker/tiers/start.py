@@ -17,7 +17,7 @@ from kvplane.base.stamp_table import StampTable
 from kvplane_kernels.interface import PageOps
 from kvplane_worker.memory import is_in_memory
 from kvplane_worker.pages import PageBuffers
-from kvplane_worker.tiers.disk import DiskSlots
+from kvplane_worker.tiers.disk import ENDING, DiskSlots
 from kvplane_worker.tiers.kept import left_table
 from kvplane_worker.tiers.movers import MoverMemory, Movers
 from kvplane_worker.tiers.seal import IDENTITY_BYTES
@@ -151,5 +151,5 @@ def _disk(options: TierOptions, index: int, width: int, memory: TierMemory) -> D
     # Each namespace has files of its own: none is emptied because a worker starts with other weights.
     namespace = blake2b(f"{plan} {options.rank}".encode() + options.content_id[:8], digest_size=8).hexdigest()
     content = blake2b(f"{plan} {options.rank} {index}".encode() + options.content_id, digest_size=IDENTITY_BYTES)
-    name = f"{options.name}-{namespace}-{index}.slots"
+    name = f"{options.name}-{namespace}-{index}{ENDING}"
     return DiskSlots(spec, width, options.disk, name, content.digest())

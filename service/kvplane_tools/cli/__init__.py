@@ -65,6 +65,7 @@ SECTIONS = {
         "config": "kvplane_tools.cli.server",
         "token": "kvplane_tools.cli.server",
         "store": "kvplane_tools.cli.store",
+        "erase": "kvplane_worker.cli",
         "decode": "kvplane_tools.cli.server",
         "version": "kvplane_tools.cli.server",
     },
@@ -74,7 +75,7 @@ GROUPS = frozenset({"fleet", "store"})
 COMMANDS = tuple(name for name in MODULES if name not in GROUPS)
 
 # Which connection options a command lacks: all of them, if it calls nothing; a router is no service.
-_LOCAL = frozenset({"demo", "serve", "plan", "models", "config", "token", "store", "decode", "version"})
+_LOCAL = frozenset({"demo", "serve", "plan", "models", "config", "token", "store", "erase", "decode", "version"})
 _NOT_OF_PROBES = ("service", "tls_ca", "tls_cert", "tls_key", "tls_server_name", "token_file")
 _LEFT_OUT = {"fleet": ("service",), "router": ("service",), "health": _NOT_OF_PROBES}
 
