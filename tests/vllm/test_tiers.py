@@ -23,8 +23,8 @@ from tests.vllm import surface
 BLOCKS, PAGE, LAYERS = 6, 64, 2
 IMPORTED = """
     vllm.config VllmConfig
-    vllm.distributed.kv_transfer.kv_connector.v1.base KVConnectorBase_V1 KVConnectorMetadata KVConnectorRole
-        KVConnectorTransferResults KVConnectorWorkerMetadata SupportsHMA
+    vllm.distributed.kv_transfer.kv_connector.v1.base KVConnectorBase_V1 KVConnectorHandshakeMetadata
+        KVConnectorMetadata KVConnectorRole KVConnectorTransferResults KVConnectorWorkerMetadata SupportsHMA
     vllm.v1.core.kv_cache_manager KVCacheBlocks KVCacheManager
     vllm.v1.core.sched.output KVConnectorBlockState SchedulerOutput
     vllm.v1.kv_cache_interface KVCacheConfig
@@ -222,7 +222,7 @@ class Held(Copier):
         views: of each layer, as vLLM registers them.
     """
 
-    views: list
+    views: list[torch.Tensor]
 
     def __init__(self, *arguments):
         self.may_save = threading.Event()

@@ -1,15 +1,19 @@
 """One engine answers requests with kvplane's tiers, or without any, and prints what it did as JSON.
 
-python tests/vllm/tiers_live.py MODEL stock|kvplane POOL SEEDS OPTIONS [FAULT]
+python tests/vllm/tiers_live.py MODEL KIND POOL SEEDS OPTIONS [FAULT]
 
+KIND is stock, kvplane, one of them with " async", or "mirror ADDRESS REPLICA".
 OPTIONS is JSON: the options of the connector; null = no connector. Requests are aborted, also while they load; the pool
 is so small that requests are preempted. FAULT is one of `FAULTS`. Runs in the environment of vLLM (`environment`).
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -22,8 +26,12 @@ from workload import engine, prompts
 
 from kvplane_vllm.tiers import rank
 from kvplane_vllm.tiers.copier import Copier
+from kvplane_vllm.tiers.planner import Planner
+from kvplane_worker.tiers import DiskSlots
 
 SLOW_S = 0.02  # a save takes as long as some steps
+STEPS = 150  # before a kill
+HANG_S = 3.0  # that a read takes, on four threads
 NUM_PROMPTS, NEW_TOKENS, IDLE_S = 12, 20, 60.0
 
 
@@ -79,11 +87,51 @@ def overwritten() -> None:
     Copier.load = garbled  # type: ignore[method-assign]
 
 
+def killed() -> None:
+    """The engine is killed after some steps."""
+    orders, left = Planner.orders, iter(range(STEPS, 0, -1))
+
+    def or_kill(self: Planner, output: Any) -> Any:
+        if next(left) == 1:
+            print('RESULT {"killed": true}', flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return orders(self, output)
+
+    Planner.orders = or_kill  # type: ignore[method-assign]
+
+
+def hung_disk() -> None:
+    """Nothing is read from the disk in time."""
+    read = DiskSlots.read
+
+    def late(self: DiskSlots, *arguments: Any) -> Any:
+        time.sleep(HANG_S)
+        return read(self, *arguments)
+
+    DiskSlots.read = late  # type: ignore[assignment, method-assign]
+
+
+def failing_disk() -> None:
+    """Each fourth read or write of the disk fails."""
+    does, numbers = DiskSlots._does, iter(range(1 << 30))
+
+    def sometimes(self: DiskSlots, act: Any, buffers: Any, offset: int) -> bool:
+        def refuse(*_: Any) -> int:
+            raise OSError(errno.EIO, "planted")
+
+        return does(self, refuse if next(numbers) % 4 == 3 else act, buffers, offset)
+
+    DiskSlots._does = sometimes  # type: ignore[method-assign]
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     "slow": slow,
     "without fence": without_fence,
     "shifted layout": shifted_layout,
     "overwritten": overwritten,
+    "killed": killed,
+    "hung disk": hung_disk,
+    "failing disk": failing_disk,
 }
 
 
@@ -92,18 +140,28 @@ def main(model: str, kind: str, pool: int, seeds: str, options: dict[str, str] |
     if fault:
         FAULTS[fault]()
     more: dict[str, Any] = {"kv_transfer_config": transfer(options)} if options else {}
+    kind, *modes = kind.split()
+    if "async" in modes:
+        more["async_scheduling"] = True
+    if kind == "mirror":
+        more["additional_config"] = {"kvplane": {"mode": "mirror", "address": modes[0], "replica": modes[1]}}
     llm = engine(model, kind, pool, **more)
     live = Live(llm, SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False))
     first, last = map(int, seeds.split("-"))
     found = [live.seed(prompts(model, seed, NUM_PROMPTS), seed, options is None) for seed in range(first, last + 1)]
-    result = {"seeds": found, "preempted": live.preempted, "free": live.free}
+    result = {"seeds": found, "preempted": live.preempted, "infinite": live.infinite, "free": live.free}
     if options is not None:
         result |= live.of_tiers()
     print("RESULT " + json.dumps(result))
 
 
 class Live:
-    """An engine, and how many requests it has preempted."""
+    """An engine.
+
+    Attributes:
+        preempted: requests that it has preempted.
+        infinite: tokens that an infinite cache would hit, where each request has been computed when the next one comes.
+    """
 
     def __init__(self, llm: Any, sampling: SamplingParams) -> None:
         self.llm, self.sampling, self.preempted = llm, sampling, 0
@@ -115,6 +173,17 @@ class Live:
             return preempt(*args, **options)
 
         self.scheduler._preempt_request = counted
+        self.infinite, seen, add = 0, set[bytes](), self.scheduler.add_request
+
+        def noted(request: Any) -> Any:
+            hashes = request.block_hashes
+            known = next((at for at, one in enumerate(hashes) if one not in seen), len(hashes))
+            size = llm.llm_engine.vllm_config.cache_config.block_size
+            self.infinite += min(known, (request.num_tokens - 1) // size) * size
+            seen.update(hashes)
+            return add(request)
+
+        self.scheduler.add_request = noted
 
     @property
     def free(self) -> int:
@@ -163,6 +232,7 @@ class Live:
         replica = planner.host.replica
         counts = {name: getattr(planner.counts, name) for name in planner.counts.__slots__}
         return {
+            "kept": planner.host.kept,
             "counts": counts | {"from_disk": replica.tiers.counters.loaded_tokens},
             "left": {"twins": len(planner._twins), "held": replica.block_counts.held, **replica.tiers.open_jobs()},
         }

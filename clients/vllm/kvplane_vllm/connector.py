@@ -16,6 +16,7 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
@@ -28,14 +29,17 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from kvplane.base.errors import InvalidArgument, OutOfMemory
 from kvplane.base.groups import CommitRule, ReplicaSpec
 from kvplane_vllm.spec import Limits, replica_spec
 from kvplane_vllm.tiers.host import HostAllocator, host_spec
-from kvplane_vllm.tiers.messages import Progress, StepOrders
+from kvplane_vllm.tiers.kept import KeyFile
+from kvplane_vllm.tiers.messages import Progress, Ready, StepOrders
 from kvplane_vllm.tiers.planner import Planner
 from kvplane_vllm.tiers.rank import TierRank
 from kvplane_vllm.tiers.settings import check_groups, settings_of, tiers_of
 
+DIGEST_BYTES = 32  # of the hashes with which a disk is kept: SHA-256
 _log = logging.getLogger("vllm.kvplane")
 
 
@@ -58,6 +62,13 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
         return WorkerMetadata(self.progress.with_(other.progress))
 
 
+@dataclass(slots=True)
+class RankMetadata(KVConnectorHandshakeMetadata):
+    """`Ready` of a worker; None = it has no memory for tiers."""
+
+    ready: Ready | None
+
+
 class KvplaneConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps what leaves the device in host memory and on a disk, and loads it for later requests.
 
@@ -70,6 +81,7 @@ class KvplaneConnector(KVConnectorBase_V1, SupportsHMA):
         self.settings = settings_of(vllm_config)
         check_groups(kv_cache_config)
         self._config, self._cache = vllm_config, kv_cache_config
+        self._spec: ReplicaSpec | None = None
         self.planner: Planner | None = None
         self.rank: TierRank | None = None
         self._orders = StepOrders()
@@ -87,44 +99,63 @@ class KvplaneConnector(KVConnectorBase_V1, SupportsHMA):
     # -- the scheduler's half ----------------------------------------------------------------------------------------
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        """Make the allocator of the tiers, with the groups of vLLM's, or of kvplane's in this process."""
+        """Take the groups of vLLM's allocator, or of kvplane's in this process."""
         super().bind_kv_cache_manager(kv_cache_manager)
-        num_blocks, tiers = tiers_of(self._cache, self.settings)
-        spec = host_spec(_spec_of(self._config, self._cache, kv_cache_manager), num_blocks, tiers)
-        host = HostAllocator(spec, self._config.parallel_config.world_size)
-        self.planner = Planner(host, self.settings.load_timeout_s)
-        _log.info(
-            "kvplane's tiers: %d blocks in host memory, %s on disk", num_blocks, [one.num_blocks for one in tiers]
-        )
+        self._spec = _spec_of(self._config, self._cache, kv_cache_manager)
 
-    @property
-    def _planner(self) -> Planner:
-        assert self.planner is not None, "vLLM binds its cache manager first"
-        return self.planner
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """Make the allocator of the tiers on what the workers have allocated."""
+        found = [one.ready for one in metadata.values() if isinstance(one, RankMetadata)]
+        ranks = [one for one in found if one is not None]
+        if len(ranks) < len(found) or self._spec is None:
+            return  # without memory there is no tier
+        num_blocks, tiers = tiers_of(self._cache, self.settings)
+        has_disk = bool(tiers) and all(one.has_disk for one in ranks)
+        spec = host_spec(self._spec, num_blocks, tiers if has_disk else ())
+        host = HostAllocator(spec, ranks, self._keys(spec, ranks[0].content) if has_disk else None)
+        self.planner = Planner(host, self.settings.load_timeout_s)
+        slots = [one.num_blocks for one in spec.tiers]
+        _log.info("kvplane's tiers: %d blocks in host memory, %s on disk, %d keys kept", num_blocks, slots, host.kept)
+
+    def _keys(self, spec: ReplicaSpec, content: bytes) -> KeyFile | None:
+        if not content or self.settings.disk is None:
+            return None
+        name = f"vllm-{self._config.parallel_config.data_parallel_index}-{content.hex()}"
+        try:
+            return KeyFile(self.settings.disk, name, spec.num_stamps, DIGEST_BYTES)
+        except InvalidArgument as error:
+            _log.error("the disk keeps nothing for the next start: %s", error)
+            return None
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """See the base class. Loads are asynchronous."""
-        found = self._planner.matched(request, num_computed_tokens)
+        if self.planner is None:
+            return 0, False
+        found = self.planner.matched(request, num_computed_tokens)
         return found, bool(found)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """See the base class."""
-        self._planner.take(request, blocks.get_block_ids() if num_external_tokens else (), num_external_tokens)
+        if self.planner is not None:
+            tables = blocks.get_block_ids() if num_external_tokens else ()
+            self.planner.take(request, tables, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """See the base class."""
-        return StepMetadata(self._planner.orders(scheduler_output))
+        return StepMetadata(self.planner.orders(scheduler_output) if self.planner is not None else StepOrders())
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """See the base class."""
         found = connector_output.kv_connector_worker_meta
         progress = found.progress if isinstance(found, WorkerMetadata) else None
-        self._planner.report(progress, connector_output.finished_recving or (), connector_output.failed_recving)
+        if self.planner is not None:
+            self.planner.report(progress, connector_output.finished_recving or (), connector_output.failed_recving)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """See the base class. Blocks may be freed: saves end before they are overwritten."""
         del block_ids
-        self._planner.finish(request)
+        if self.planner is not None:
+            self.planner.finish(request)
         return False, None
 
     def request_finished_all_groups(
@@ -132,33 +163,37 @@ class KvplaneConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """As `request_finished`."""
         del block_ids
-        self._planner.finish(request)
+        if self.planner is not None:
+            self.planner.finish(request)
         return False, None
 
     def has_pending_push_work(self) -> bool:
         """Whether vLLM must run further steps: what they computed last is saved with them."""
-        return self._planner.host.is_busy
+        return self.planner is not None and self.planner.is_busy
 
     def reset_cache(self) -> bool:
         """See the base class."""
-        return self._planner.reset()
+        return self.planner is None or self.planner.reset()
 
     # -- the workers' half -------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: Mapping[str, Tensor]) -> None:
-        """Allocate the tiers of this rank. Raises the errors of `TierRank`."""
-        self.rank = TierRank(self._config, self._cache, self.settings, kv_caches)
+        """Allocate the tiers of this rank; the engine continues without them if memory is short. Raises WrongLayout."""
+        try:
+            self.rank = TierRank(self._config, self._cache, self.settings, kv_caches)
+        except OutOfMemory as error:
+            _log.error("the engine continues without kvplane's tiers: %s", error)
 
-    @property
-    def _rank(self) -> TierRank:
-        assert self.rank is not None, "vLLM registers its pages first"
-        return self.rank
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
+        """Return what this rank has allocated."""
+        return RankMetadata(self.rank.ready if self.rank is not None else None)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Begin a step, before anything of it overwrites a page."""
         assert isinstance(kv_connector_metadata, StepMetadata)
         self._orders = kv_connector_metadata.orders
-        self._rank.begin(self._orders)
+        if self.rank is not None:
+            self.rank.begin(self._orders)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Loads begin behind the computation, with the saves."""
@@ -172,17 +207,18 @@ class KvplaneConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         """End a step: its copies begin."""
         orders, self._orders = self._orders, StepOrders()
-        self._rank.end(orders)
+        if self.rank is not None:
+            self.rank.end(orders)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """See the base class. What fails is the load of a whole request: groups share the numbers of blocks."""
         del finished_req_ids
-        loaded, failed = self._rank.take_loads()
+        loaded, failed = self.rank.take_loads() if self.rank is not None else (set[str](), set[str]())
         return KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
 
-    def build_connector_worker_meta(self) -> WorkerMetadata:
+    def build_connector_worker_meta(self) -> WorkerMetadata | None:
         """See the base class."""
-        return WorkerMetadata(self._rank.progress())
+        return WorkerMetadata(self.rank.progress()) if self.rank is not None else None
 
     def shutdown(self) -> None:
         """See the base class."""

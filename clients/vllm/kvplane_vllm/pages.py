@@ -18,21 +18,19 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from kvplane.base.errors import FailedPrecondition, InvalidArgument, NoPlan
 from kvplane.base.groups import ReplicaSpec
-from kvplane.base.key_records import RECORD_BYTES, KeyRecord, KeyRecords
+from kvplane.base.key_records import KeyRecord, KeyRecords
 from kvplane.base.stamp_table import StampTable
 from kvplane.base.stamps import newest_epoch
 from kvplane.base.step import EventKind, Orders, PartResult
 from kvplane.rank import RankGroup
-from kvplane_core.face.columns import U32, U64, column
-from kvplane_core.face.entries import Entries, KeyRun
+from kvplane_core.face.entries import Entries
 from kvplane_core.face.loader import new_in_process
 from kvplane_core.face.recovery import RecoveryOutcome
 from kvplane_vllm.launch import Launch
 from kvplane_vllm.manager import InProcessManager
+from kvplane_vllm.records import entries_of
 from kvplane_worker.attach import attached_pid, map_stamps
 
 if TYPE_CHECKING:
@@ -40,10 +38,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvplane")  # with the handlers of vLLM
 NO_HOOK = "start vLLM with --worker-cls kvplane_vllm.Worker"
-RECORD = np.dtype(
-    [("stamp", "<u8"), ("digest", "u1", 32), ("num_tokens", "<u4"), ("group", "<u4"), ("age", "<u4"), ("zero", "<u4")]
-)
-assert RECORD.itemsize == RECORD_BYTES
 
 
 class RankMemory:
@@ -107,22 +101,7 @@ class RankMemory:
 
     def entries(self) -> Entries:
         """Return all records, also those of keys that are no longer in memory."""
-        rows = np.frombuffer(self.records.records(), RECORD)
-        blocks = np.flatnonzero(rows["stamp"])
-        blocks = blocks[np.argsort(rows["group"][blocks], kind="stable")]
-        rows = rows[blocks]
-        groups, counts = np.unique(rows["group"], return_counts=True)
-        runs = [KeyRun("", group, count) for group, count in zip(groups.tolist(), counts.tolist(), strict=True)]
-        size = self.records.digest_bytes
-        return Entries(
-            size,
-            runs,
-            column(U32, blocks),
-            column(U64, rows["stamp"]),
-            column(U32, rows["num_tokens"]),
-            column(U32, rows["age"]),
-            rows["digest"][:, :size].tobytes(),
-        )
+        return entries_of(self.records)
 
     def write_stamps(self, orders: Orders) -> None:
         """Write the stamps of orders before the ranks do."""

@@ -10,7 +10,8 @@ from kvplane.base.job_table import JobsEnd
 from kvplane.base.step import Part, PartResult, Step
 from kvplane.tier_jobs import TierJobs
 from kvplane_core.face.loader import new_in_process
-from kvplane_vllm.tiers.messages import EPOCH, PartOrders, Progress
+from kvplane_vllm.tiers.kept import KeyFile
+from kvplane_vllm.tiers.messages import PartOrders, Progress, Ready
 
 
 def host_spec(engine: ReplicaSpec, num_blocks: int, tiers: tuple[TierSpec, ...]) -> ReplicaSpec:
@@ -34,8 +35,8 @@ def host_spec(engine: ReplicaSpec, num_blocks: int, tiers: tuple[TierSpec, ...])
 class _Reported:
     """The job table of a rank, in another process: orders go with a step, ends come with its output."""
 
-    def __init__(self) -> None:
-        self.life = EPOCH
+    def __init__(self, epoch: int) -> None:
+        self.life = epoch
         self.num_ended = 0
         self.ordered = b""
         self._ends: list[JobsEnd] = []
@@ -63,19 +64,26 @@ class HostAllocator:
 
     Attributes:
         replica: the allocator.
+        epoch: of the engine life.
         executed: the last step whose copies have ended on all ranks.
         last_copies: the last step that has copies.
+        kept: keys that the disk has kept from earlier lives.
     """
 
-    def __init__(self, spec: ReplicaSpec, num_ranks: int) -> None:
-        """Raise InvalidArgument if fields of the spec contradict each other."""
+    def __init__(self, spec: ReplicaSpec, ranks: Sequence[Ready], keys: KeyFile | None = None) -> None:
+        """`keys`: of the disk, recorded in earlier lives and in this one; None = none are kept. Raises InvalidArgument
+        if fields of the spec contradict each other.
+        """
         self.replica = new_in_process(spec)
-        self.replica.begin_epoch(EPOCH, memory_is_new=True)
+        self.epoch = max(one.epoch for one in ranks)
+        found = self.replica.recover(self.epoch, [one.stamps for one in ranks], [keys.entries()] if keys else [])
+        self.kept = found.kept
+        self._keys, self._saving = keys, dict[int, int]()  # by job: the id of the slot that it writes
         self.executed = self.last_copies = 0
-        self._ranks = [_Reported() for _ in range(num_ranks)]
+        self._ranks = [_Reported(self.epoch) for _ in ranks]
         self._has_jobs = bool(spec.tiers)
         self._jobs = TierJobs(self._ranks)  # type: ignore[arg-type]
-        self._jobs.begin(EPOCH, ())
+        self._jobs.begin(self.epoch, ())
         self._seq = self._part = 0
         self._reported = 0  # the executed step that the allocator knows
         self._has_ends = False
@@ -119,9 +127,11 @@ class HostAllocator:
             if self._has_jobs:
                 self._jobs.report(part.cache, self.executed, self._seq)
             self._done += part.cache.jobs_done
-        step = Step(EPOCH, self._seq, [part], part=self._part, last=last, executed_through=self._reported)
+        step = Step(self.epoch, self._seq, [part], part=self._part, last=last, executed_through=self._reported)
         result: PartResult = self.replica.apply(step).parts[0]
         self._preempted += result.preempted
+        if self._keys is not None:
+            self._record(result, part.cache.jobs_done)
         self._jobs.order(self._seq, self._part, result)
         orders, jobs = result.orders, self._ranks[0].ordered
         for rank in self._ranks:
@@ -129,6 +139,20 @@ class HostAllocator:
         self._orders.append(PartOrders(self._part, list(orders.stamp_block), list(orders.stamp), jobs))
         self._part += 1
         return result
+
+    def _record(self, result: PartResult, done: Sequence[int]) -> None:
+        """Record the keys of slots whose save has ended, before vLLM is answered anything that depends on them."""
+        orders, first = result.orders, self.replica.spec.num_blocks
+        self._saving |= {job: first + slot for job, slot in zip(orders.save_job, orders.save_slot, strict=True)}
+        written = [slot for job in done if (slot := self._saving.pop(job, 0))]
+        if written and self._keys is not None:
+            self._keys.record(self.replica.entries(written))
+
+    def forget(self) -> None:
+        """Keep nothing for the next start, from now on: new weights may be the reason of a reset."""
+        if self._keys is not None:
+            self._keys.clear()
+            self._keys = None
 
     def take_ends(self) -> tuple[Sequence[int], Sequence[int]]:
         """Return jobs that are done, and slots of requests that the allocator has preempted, since the last call."""

@@ -8,7 +8,22 @@ from typing import NamedTuple
 
 from kvplane.base.job_table import JobsEnd
 
-EPOCH = 1  # of the allocator: each start of the engine has memory of its own
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What a rank allocated at its start.
+
+    Attributes:
+        epoch: of the engine life that its memory begins.
+        stamps: the stamp table of blocks and slots: what the disk has kept.
+        has_disk: whether it has the disk tier that the options name.
+        content: names what gives the bytes on the disk their meaning; b"" = nothing is kept for the next start.
+    """
+
+    epoch: int
+    stamps: Sequence[int]
+    has_disk: bool
+    content: bytes
 
 
 class Copies(NamedTuple):
@@ -35,6 +50,7 @@ class StepOrders:
     """What the workers do with a step of vLLM, to the workers.
 
     Attributes:
+        epoch: of the engine life.
         seq: the step of the allocator; 0 = it has none, and there is nothing to do.
         parts: its orders.
         saves: copied after the step has been computed.
@@ -43,6 +59,7 @@ class StepOrders:
             it begins.
     """
 
+    epoch: int = 0
     seq: int = 0
     parts: list[PartOrders] = field(default_factory=list)
     saves: list[Copies] = field(default_factory=list)

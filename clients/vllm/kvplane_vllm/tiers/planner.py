@@ -118,6 +118,7 @@ class Planner:
         self._num_slots = 0
         self._loads: dict[str, list[Copies] | None] = {}
         self._is_broken = False
+        self._busy_since: tuple[tuple[int, int], float] | None = None  # how far copies and jobs were, and since when
 
     # -- what is stored ----------------------------------------------------------------------------------------------
 
@@ -193,7 +194,7 @@ class Planner:
         loads, self._loads = self._loads, {}
         self.host.open_if_ended()
         self._take_ends()
-        orders = StepOrders(saves=saves, loads=loads)
+        orders = StepOrders(self.host.epoch, saves=saves, loads=loads)
         if self.host.is_open or saves or loads:
             orders.parts = self.host.close(has_copies=bool(saves or loads))
             orders.seq = self.host.seq
@@ -325,7 +326,21 @@ class Planner:
         for twin in list(self._twins.values()):
             if twin.state is not State.IDLE:
                 self._end(twin, End.PREEMPTED)
-        return self._apply(cache=Cache(reset=True)).reset_done
+        is_done = self._apply(cache=Cache(reset=True)).reset_done
+        if is_done:
+            self.host.forget()
+        return is_done
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether vLLM must run further steps so that saves end; not for a disk that hangs."""
+        if not self.host.is_busy:
+            self._busy_since = None
+            return False
+        state, now = (self.host.seq, self.host.executed), self._clock()
+        if self._busy_since is None or self._busy_since[0] != state:
+            self._busy_since = state, now
+        return now - self._busy_since[1] <= self._timeout_s
 
     # -- twins -------------------------------------------------------------------------------------------------------
 

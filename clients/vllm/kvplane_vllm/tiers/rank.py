@@ -4,44 +4,32 @@ from __future__ import annotations
 
 import logging
 import secrets
-import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
-from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from kvplane.base.errors import OutOfMemory
+from kvplane.base.errors import FailedPrecondition, OutOfMemory
 from kvplane.base.job_table import JobTable, job_table_bytes, rows_for
 from kvplane.base.stamp_table import StampTable, table_bytes
 from kvplane.base.step import Orders
 from kvplane.rank import Rank
 from kvplane_kernels.torch_ops import TorchOps
+from kvplane_vllm.tiers import disk
 from kvplane_vllm.tiers.copier import Copier, Task
+from kvplane_vllm.tiers.kept import content_of
 from kvplane_vllm.tiers.layout import device_pages, host_plan, row_bytes
-from kvplane_vllm.tiers.messages import EPOCH, Progress, StepOrders
+from kvplane_vllm.tiers.messages import Progress, Ready, StepOrders
 from kvplane_vllm.tiers.settings import FIELD, Settings, tiers_of
 from kvplane_worker.memory import free_host_bytes, pin_host_memory
 from kvplane_worker.pages import PageBuffers, PageMover
-from kvplane_worker.tiers import Movers, TierOptions, start_movers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-CLOSE_S = 5.0  # for a disk that hangs
 MOST_OF_FREE = 0.8  # share of the free host memory that the tier may take
 _log = logging.getLogger("vllm.kvplane")
-
-
-@dataclass(frozen=True, slots=True)
-class HostMemory:
-    """The pages in host memory, their stamp table, and the job table of their disk."""
-
-    buffers: PageBuffers
-    stamps: StampTable
-    jobs: JobTable
 
 
 class TierRank:
@@ -53,6 +41,7 @@ class TierRank:
         """Allocate the tiers. Raises WrongLayout, and the errors of `start_movers` and OutOfMemory."""
         self._overlaps = not config.use_v2_model_runner  # which zeroes and copies pages before it calls the connector
         self._number = 0
+        content = self._content(config, cache, views) if settings.disk is not None else b""
         rows, (num_blocks, specs) = row_bytes(cache), tiers_of(cache, settings)
         ops, plan, num_ids = TorchOps(), host_plan(rows, num_blocks), num_blocks + sum(one.num_blocks for one in specs)
         device = device_pages(cache, views)
@@ -66,21 +55,20 @@ class TierRank:
             )
         buffers = PageBuffers.allocate(plan)
         pin_host_memory(buffers.memory, str(device[0].layers[0].device))
-        stamps = StampTable.create(bytearray(table_bytes(num_ids)), num_ids, secrets.randbits(64) or 1)
         num_rows = rows_for(num_ids)
         jobs = JobTable.create(bytearray(job_table_bytes(num_rows)), num_rows)
-        memory = HostMemory(buffers, stamps, jobs)
-        self._movers: Movers | None = None
+        self._disk = None
         if settings.disk is not None:
-            content = blake2b(repr((rows, config.model_config.model)).encode(), digest_size=16).digest()
             name = f"vllm-{config.parallel_config.data_parallel_index}"
-            options = TierOptions(specs, settings.disk, name, content, self._number)
-            self._movers = start_movers(memory, options, ops)
+            self._disk = disk.start(disk.DiskOptions(settings.disk, content, specs, name), buffers, jobs, ops)
+        stamps = self._disk.stamps if self._disk is not None else _new_stamps(num_blocks)
         self._rank = Rank(stamps, PageMover(buffers, ops))
-        self._rank.claim(EPOCH)
+        self._epoch = stamps.owner_epoch + 1
+        self._rank.claim(self._epoch)
+        kept = content if self._disk is not None else b""
+        self.ready = Ready(self._epoch, stamps.read_all(), self._disk is not None, kept)
         self._jobs, self._num_ends = jobs, 0
-        host = [buffers.group(group) for group in range(len(rows))]
-        self.copier = Copier(device, host, ops)
+        self.copier = Copier(device, [buffers.group(group) for group in range(len(rows))], ops)
         self._loaded: set[str] = set()
         self._failed: set[str] = set()
 
@@ -90,7 +78,7 @@ class TierRank:
         self._poll()
         for part in orders.parts:
             stamps = Orders(stamp_block=list(part.blocks), stamp=list(part.stamps))
-            self._rank.carry_out(EPOCH, orders.seq, part.part, stamps)
+            self._rank.carry_out(self._epoch, orders.seq, part.part, stamps)
             if part.jobs and not self._jobs.order(part.jobs):
                 _log.error("the job table of the disk is full")
 
@@ -126,7 +114,17 @@ class TierRank:
     def close(self) -> None:
         """Stop. Does not wait for a disk that hangs."""
         self.copier.close()
-        if self._movers is not None:
-            thread = threading.Thread(target=self._movers.close, daemon=True)
-            thread.start()
-            thread.join(CLOSE_S)
+        if self._disk is not None:
+            self._disk.close()
+
+    @staticmethod
+    def _content(config: VllmConfig, cache: KVCacheConfig, views: Mapping[str, Tensor]) -> bytes:
+        try:
+            return content_of(config, cache, views)
+        except FailedPrecondition as error:
+            _log.warning("%s (%s)", error.message, error.remedy)
+            return b""
+
+
+def _new_stamps(num_ids: int) -> StampTable:
+    return StampTable.create(bytearray(table_bytes(num_ids)), num_ids, secrets.randbits(64) or 1)

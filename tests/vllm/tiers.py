@@ -1,0 +1,102 @@
+"""Prints what kvplane's tiers did on a live vLLM, a line per model, scheduler and tier: `python -m tests.vllm.tiers`.
+
+    python -m tests.vllm.tiers                        # all of them, 20 minutes
+    python -m tests.vllm.tiers --models llama --seeds 1-1
+
+Tokens are compared with those of a stock vLLM that computes each prompt alone. Hit tokens are those of an infinite
+cache in which each request is computed when the next one comes; the device is so small that it hits few of them. Ends
+with status 1 if a token differs, something is left, or less than LOADED_PERCENT of the hit tokens are loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+from tests.service.rig import running
+from tests.vllm import environment, processes
+
+POOLS = {"llama": 26, "gptoss": 44, "gemma3": 100}  # blocks; so few that requests are preempted
+SMALL = {"llama": "3MiB", "gptoss": "3MiB", "gemma3": "6MiB"}  # host memory, so that most hits are on the disk
+LARGE, DISK_SIZE = "64MiB", "200MiB"
+SCHEDULERS = ("stock", "stock async", "kvplane", "mirror")
+TIERS = ("host", "disk")
+LOADED_PERCENT = 60
+COLUMNS = "{:8} {:12} {:5} {:>8} {:>7} {:>10} {:>8} {:>8} {:>9} {:>6}"
+
+
+def options(model: str, tier: str, folder: str) -> str:
+    """Return the options of the connector as JSON."""
+    disk = {"host": SMALL[model], "disk": folder, "disk_size": DISK_SIZE}
+    return json.dumps({"host": LARGE} if tier == "host" else disk)
+
+
+def run(model: str, kind: str, seeds: str, *target: str, pool: int = 0) -> dict[str, Any]:
+    """Return what an engine did."""
+    found: dict[str, Any] = processes.run("tiers_live.py", model, kind, pool or POOLS[model], seeds, *target)
+    return found | found.get("counts", {})
+
+
+def computed(model: str, seeds: str) -> dict[str, Any]:
+    """Return the answers of an engine that computes each prompt alone."""
+    return run(model, "stock", seeds, "null", pool=2000)
+
+
+def compare(found: dict[str, Any], right: dict[str, Any]) -> tuple[int, int, int]:
+    """Return how many tokens differ, in how many answers, and of how many."""
+    pairs = [
+        (one, expected["tokens"][prompt][0])
+        for seed, expected in zip(found["seeds"], right["seeds"], strict=False)
+        for prompt, answers in seed["tokens"].items()
+        for one in answers
+    ]
+    tokens = sum(a != b for one, other in pairs for a, b in zip(one, other, strict=True))
+    return tokens, sum(one != other for one, other in pairs), len(pairs)
+
+
+def main() -> int:
+    """Run all engines; returns the status."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--models", nargs="+", default=list(POOLS), choices=POOLS)
+    parser.add_argument("--schedulers", nargs="+", default=SCHEDULERS, choices=SCHEDULERS)
+    parser.add_argument("--seeds", default="1-3", help="first and last")
+    given = parser.parse_args()
+    environment.set_up()
+    heads = "model scheduler tier requests aborted preempted hits loaded disk differ".split()
+    sys.stdout.write(COLUMNS.format(*heads) + "\n")
+    rows = list(table(given.models, given.schedulers, given.seeds))
+    differ, hits, loaded = (sum(column) for column in zip(*rows, strict=True))
+    percent = 100 * loaded // max(1, hits)
+    sys.stdout.write(f"{differ} tokens differ, {percent} % of hit tokens loaded\n")
+    return int(differ > 0 or percent < LOADED_PERCENT)
+
+
+def table(models: list[str], schedulers: list[str], seeds: str) -> Iterator[tuple[int, int, int]]:
+    """Print the lines; yields of each the tokens that differ, the hit tokens, and those that were loaded."""
+    for model in models:
+        right = computed(model, seeds)
+        for scheduler in schedulers:
+            for tier in TIERS:
+                with ExitStack() as stack:
+                    folder = stack.enter_context(tempfile.TemporaryDirectory())
+                    kind = scheduler
+                    if scheduler == "mirror":
+                        kind = f"mirror {stack.enter_context(running()).address} r"
+                    found = run(model, kind, seeds, options(model, tier, folder))
+                differ, _, _ = compare(found, right)
+                left = [*found["left"].values(), POOLS[model] - 1 - found["free"], found["mismatched"]]
+                assert not any(left), f"{model}, {scheduler}, {tier} left {found['left']}, {found['free']} free"
+                sent, aborted = (sum(seed[name] for seed in found["seeds"]) for name in ("sent", "aborted"))
+                numbers = sent, aborted, found["preempted"], found["infinite"], found["loaded_tokens"]
+                sys.stdout.write(COLUMNS.format(model, scheduler, tier, *numbers, found["from_disk"], differ) + "\n")
+                sys.stdout.flush()
+                yield differ, found["infinite"], found["loaded_tokens"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
