@@ -85,7 +85,7 @@ class RouterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     disk_tokens_per_s: Annotated[float, msgspec.Meta(gt=0, le=1e9)] = 20_000.0
     price_displacement: bool = True
     max_decisions: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 1 << 16
-    max_body_bytes: Annotated[int, msgspec.Meta(ge=1 << 20, le=1 << 40)] = 256 << 20
+    max_body_bytes: Annotated[int, msgspec.Meta(ge=1 << 20, le=1 << 40)] = 64 << 20
     forget_after_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)] = 600.0
     probe_period_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 0.0
     probe_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 512

@@ -62,6 +62,7 @@ SEEDS: Sequence[Any] = (
     [2.0, [stored(medium="CPU", lookahead_token_ids=[[1], [2]], extra_keys=[None, ["x"]])], None],
     [1.5, [[*HEAD, "GPU", None, None, 0, "full_attention", None], ["BlockRemoved", [11], "GPU", 0]], 3],
     [1.0, [[*HEAD, "CPU_PINNED", {"cache_salt": "a"}], ["AllBlocksCleared"]]],
+    [1.0, [stored(lora_name="sql", extra_keys=[["sql", "salt"], ["sql"]]), stored(cache_salt="s", seed=3)], 0],
     [1.0, [stored(block_hashes=[b"z" * 32, b"q" * 32], seed=1), {"type": "AllBlocksCleared"}], 1],
 )
 
@@ -139,7 +140,8 @@ class Fuzzer:
     def __init__(self, seed: int) -> None:
         self._rng, self._index = Random(seed), make_index()
         self.place, self._other = (
-            Place(PlaceSettings(name, events="inproc://x"), self._index) for name in ("fuzzed", "other")
+            Place(PlaceSettings(name, events="inproc://x", adapters={"sql": "/p"}), self._index)
+            for name in ("fuzzed", "other")
         )
         self._other.apply(msgspec.msgpack.encode(SEEDS[0]))
         self._kept = self._other.content()

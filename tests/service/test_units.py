@@ -65,9 +65,9 @@ def test_limits_of_owners_and_settings_of_a_router_take_units(tmp_path):
     assert acme is not None
     assert acme.limits.bytes_per_second == 8 << 20
     places = tmp_path / "places.yaml"
-    places.write_text("places: []\nrouter: {forget_after_s: 5m, decode_s: 20ms, max_body_bytes: 64MiB}\n")
+    places.write_text("places: []\nrouter: {forget_after_s: 5m, decode_s: 20ms, max_body_bytes: 32MiB}\n")
     router = load_fleet(places).router
-    assert (router.forget_after_s, router.decode_s, router.max_body_bytes) == (300, 0.02, 64 << 20)
+    assert (router.forget_after_s, router.decode_s, router.max_body_bytes) == (300, 0.02, 32 << 20)
 
 
 TWICE = {

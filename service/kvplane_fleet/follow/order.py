@@ -22,7 +22,7 @@ from typing import Protocol
 from kvplane_fleet.faults import Fault, Faults
 from kvplane_fleet.wire.frames import Frame
 
-MAX_QUEUE_BYTES = 64 << 20
+MAX_QUEUE_BYTES = 16 << 20  # they are applied at once
 MAX_REPLAY_BYTES = 2 << 30
 REMEMBERED = 1 << 13  # frames whose digests are kept
 

@@ -32,13 +32,14 @@ from kvplane_fleet.wire.msgpack import MAX_PAYLOAD_BYTES
 
 RECEIVE_QUEUE = 8  # messages that wait, of MAX_MESSAGE_BYTES each: more wait at the engine, or are lost and replayed
 MAX_MESSAGE_BYTES = MAX_PAYLOAD_BYTES
-CPU_SHARE, CPU_BURST_S = 0.25, 20.0  # of a core that a place may cost; at once, as a long replay does
+CPU_SHARE = 0.25  # of a core that a place may cost
+CPU_BURST_S, REPLAY_BURST_S = 5.0, 20.0  # that it may cost at once, by live messages and by a long replay
 BYTE_S = 1e-9  # of ZeroMQ's thread, for each byte
 GIVEN_UP_S = 60.0
 HEARTBEAT_MS, DEAD_AFTER_MS = 1000, 5000
 RECONNECT_MS, MAX_RECONNECT_MS = 50, 1000
 FRAMES_PER_TURN = 64
-TURN_S = 0.02
+TURN_S, LONG_S = 0.005, 0.02  # after which others have their turn; which only payloads of megabytes cost
 RESOLVE_S, ASK_AGAIN_S = 5.0, 1.0
 
 
@@ -52,13 +53,14 @@ class CostsTooMuchError(Exception):
 class Allowance:
     """The CPU time that a place may still cost."""
 
-    def __init__(self) -> None:
-        self.left_s, self._filled_s = CPU_BURST_S, time.monotonic()
+    def __init__(self, burst_s: float) -> None:
+        self._burst_s = self.left_s = burst_s
+        self._filled_s = time.monotonic()
 
     def spend(self, spent_s: float) -> None:
         """Count CPU time. Raises CostsTooMuchError if there is none left."""
         now_s = time.monotonic()
-        self.left_s = min(self.left_s + CPU_SHARE * (now_s - self._filled_s), CPU_BURST_S) - spent_s
+        self.left_s = min(self.left_s + CPU_SHARE * (now_s - self._filled_s), self._burst_s) - spent_s
         self._filled_s = now_s
         if self.left_s < 0:
             raise CostsTooMuchError
@@ -93,7 +95,7 @@ class ZmqSource:
         self._order, self._faults = order, faults
         self.timing, self.resolve, self.given_up_s = Timing(), resolved, GIVEN_UP_S
         self.is_connected = self.is_given_up = False
-        self._allowance = Allowance()
+        self._live, self._replayed = Allowance(CPU_BURST_S), Allowance(REPLAY_BURST_S)
         self._changed = asyncio.Event()  # a replay is wanted, or one ended
         self._frames, self._spent_s = 0, 0.0
 
@@ -170,7 +172,7 @@ class ZmqSource:
     async def _receive(self, subscriber: zmq.asyncio.Socket) -> None:
         while True:
             parts = await subscriber.recv_multipart()
-            with self._measured(parts):
+            with self._measured(self._live, parts):
                 frame = parse_live(parts, self._faults)
                 if frame is not None:
                     self._order.live(frame)
@@ -220,9 +222,10 @@ class ZmqSource:
                     self._order.replay_failed()
                 return
             if is_replay_end(parts):
-                self._order.replay_ended()
+                with self._measured(self._replayed):
+                    self._order.replay_ended()
                 return
-            with self._measured(parts):
+            with self._measured(self._replayed, parts):
                 frame = parse_replay(parts, self._topic, self._faults)
                 if frame is not None:
                     self._order.replayed(frame)
@@ -230,19 +233,22 @@ class ZmqSource:
             await self._pause(taken)
 
     @contextmanager
-    def _measured(self, parts: Sequence[bytes] = ()) -> Iterator[None]:
+    def _measured(self, allowance: Allowance, parts: Sequence[bytes] = ()) -> Iterator[None]:
         """Count what a message costs. Raises CostsTooMuchError."""
         began_s = time.thread_time()
         yield
         spent_s = time.thread_time() - began_s
+        spent_s += BYTE_S * sum(map(len, parts))
         self._spent_s += spent_s
-        self._allowance.spend(spent_s + BYTE_S * sum(map(len, parts)))
+        allowance.spend(spent_s)
 
     async def _pause(self, taken: int) -> None:
-        """Leave the event loop to others: an engine that publishes without end gets half of it at most."""
+        """Leave the event loop to others: an engine that publishes without end gets half of it at most, and one whose
+        messages take long a third, because a call of others waits for several turns.
+        """
         if self._spent_s > TURN_S:
             spent_s, self._spent_s = self._spent_s, 0.0
-            await asyncio.sleep(spent_s)
+            await asyncio.sleep(spent_s if spent_s < LONG_S else 2 * spent_s)
         elif taken % FRAMES_PER_TURN == 0:
             await asyncio.sleep(0)
 

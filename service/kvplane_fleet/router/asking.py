@@ -2,14 +2,14 @@
 
 An engine may be slow, hostile, or another one than its name says. So a question has a deadline as a whole, is never
 sent elsewhere (no redirections, no proxies of the environment), takes a bounded answer, and waits on the event loop: an
-engine that does not answer holds no thread, and of each engine a few questions are open at a time.
+engine that does not answer holds no thread, and of each engine a few questions are open at a time: others wait for one
+of them within their own deadline, so that who asks a slow engine often is slow, and costs the router little.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ssl
-from collections import Counter
 from http.client import HTTPException, HTTPResponse
 from io import BytesIO
 from urllib.parse import urlsplit
@@ -24,7 +24,7 @@ class Engines:
     """Asks engines, a bounded number of questions of each."""
 
     def __init__(self) -> None:
-        self._open = Counter[str]()
+        self._free: dict[str, asyncio.Semaphore] = {}  # by endpoint; those of places, so there are few
 
     async def post(self, endpoint: str, path: str, body: bytes, most_bytes: int, within_s: float) -> bytes:
         """Return the answer of an engine to a JSON text.
@@ -32,22 +32,15 @@ class Engines:
         Raises:
             OSError: it does not answer; TimeoutError: not completely within `within_s` seconds.
             ValueError: its answer is none of HTTP, is longer than `most_bytes`, or has another status than 200.
-            BlockingIOError: MOST_OPEN questions to it are open.
         """
-        if self._open[endpoint] >= MOST_OPEN:
-            raise BlockingIOError(f"{MOST_OPEN} questions to it are open, the maximum")
-        self._open[endpoint] += 1
+        free = self._free.setdefault(endpoint, asyncio.Semaphore(MOST_OPEN))
         try:
-            async with asyncio.timeout(within_s):
+            async with asyncio.timeout(within_s), free:
                 return await _post(endpoint if "://" in endpoint else f"http://{endpoint}", path, body, most_bytes)
         except TimeoutError:
             raise TimeoutError(f"no complete answer within {within_s:g} s") from None
         except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, HTTPException) as error:
             raise ValueError(f"the answer is no valid HTTP: {error!r}") from error
-        finally:
-            self._open[endpoint] -= 1
-            if not self._open[endpoint]:
-                del self._open[endpoint]
 
 
 async def _post(url: str, path: str, body: bytes, most_bytes: int) -> bytes:

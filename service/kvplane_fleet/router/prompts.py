@@ -134,7 +134,7 @@ class Prompts:
                 most_bytes = min(ANSWER_BYTES + ANSWER_BYTES_PER_BYTE * len(question), MAX_ANSWER_BYTES)
                 answer = await self._engines.post(endpoint, "/tokenize", question, most_bytes, TIMEOUT_S)
                 return _ANSWER.decode(answer).tokens
-            except (OSError, ValueError, msgspec.MsgspecError) as error:
+            except (OSError, *_ERRORS) as error:
                 _log.warning("%s does not tokenize: %s", endpoint, error)
         return None
 

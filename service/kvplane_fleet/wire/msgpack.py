@@ -39,7 +39,7 @@ from kvplane_fleet.wire.events import (
     Tier,
 )
 
-MAX_PAYLOAD_BYTES = 16 << 20
+MAX_PAYLOAD_BYTES = 2 << 20  # 350,000 tokens, or 25,000 evicted blocks, of one step
 MOST_BAD = 1024  # events of a batch that cannot be read; one of more is no batch
 MOST_CLEARED = 64  # events of a batch that clear the place
 MOST_EVIDENCE = 16  # events of a batch whose tokens are decoded
