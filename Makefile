@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-engine test quick test-kernels test-chart test-nightly test-all check format lint types contracts chart docs reference proto proto-check proto-baseline pytest \
-	bench bench-overhead bench-gpu bench-store bench-peer replay-all policies mixtures tiers conformance-live vllm-env demo-vllm test-vllm faults fuzz fuzz-core sim soak clean
+	bench bench-overhead bench-gpu bench-store bench-peer replay-all policies mixtures tiers conformance-live vllm-env demo-vllm test-vllm sglang-env test-sglang faults fuzz fuzz-core sim soak clean
 
 PYTHON := .venv/bin/python
 RUNTIME := .venv/kvplane-runtime
@@ -77,7 +77,7 @@ test-nightly: $(DEV)  ## what takes long: campaigns, planted faults, packaging, 
 	@$(PYTHON) -m pytest -n 2 --all -m "hypothesis and not nightly" --hypothesis-profile=explore --hypothesis-seed=$(EXPLORE)
 
 test-all: check  ## every test in one run, except those of a real vLLM
-	@$(PYTHON) -m pytest $(ARGS) --all -m "not vllm"
+	@$(PYTHON) -m pytest $(ARGS) --all -m "not sglang and not vllm"
 
 proto: $(DEV)  ## regenerate the code after a change in proto/ or of kvplane/aio/unary.py
 	@$(PYTHON) scripts/gen_proto.py
@@ -153,6 +153,12 @@ demo-vllm: vllm-env  ## two vLLM engines on one service; one is killed and comes
 
 test-vllm: $(DEV)  ## an unmodified vLLM with kvplane's scheduler: its own tests, and live engines compared with stock (KVPLANE_VLLM_SEEDS=20)
 	@$(PYTHON) -m pytest tests/vllm -m "vllm or not vllm" -rP --timeout 1800
+
+sglang-env: $(DEV)  ## set up SGLang 0.5.23 for a CPU, in an environment of its own (4 GB, five minutes)
+	@$(PYTHON) -m tests.sglang.environment
+
+test-sglang: $(DEV)  ## kvplane's linker in SGLang: its 19 cache configurations, and live engines compared with stock (ten minutes)
+	@$(PYTHON) -m pytest tests/sglang -m "sglang or not sglang" -rP --timeout 1800
 
 soak: $(DEV)  ## ten minutes (HOURS=1) of churn on one service process: no resource may grow (STORE=sqlite|redis)
 	@$(PYTHON) -m tests.soak --minutes $(if $(HOURS),$(shell expr 60 \* $(HOURS)),10) --store $(or $(STORE),sqlite)

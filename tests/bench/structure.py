@@ -35,6 +35,7 @@ PACKAGES = (
     "kvplane_kernels",
     "kvplane_plan",
     "kvplane_service",
+    "kvplane_sglang",
     "kvplane_tools",
     "kvplane_vllm",
     "kvplane_worker",

@@ -286,6 +286,24 @@ def test_refusal_messages_name_the_value(engine):
     assert str(error) == "parts[0].facts.appended[0]: the request would have 13 tokens, its limit is 12"
 
 
+@pytest.mark.parametrize("number", [1 << 64, 1 << 70, -(1 << 70)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda number: Part(run=Run([TOKENS], cap=[number])),
+        lambda number: Part(admit=Admit([WAITING], expected_hit=[number])),
+        lambda number: Part(facts=Facts([TOKENS], computed=[number])),
+        lambda number: Part(budget=Budget(tokens=number)),
+    ],
+    ids=["run.cap", "admit.expected_hit", "facts.computed", "budget.tokens"],
+)
+def test_numbers_beyond_all_types_are_refused_as_those_beyond_the_limit(engine, make, number):
+    """The compiled core reads such a number as the nearest that it has."""
+    found, near = refusal(engine, make(number)), refusal(engine, make(1 << 40 if number > 0 else -(1 << 40)))
+    assert found.field == near.field
+    assert re.sub(r"-?\d{9,}", "N", found.message) == re.sub(r"-?\d{9,}", "N", near.message)
+
+
 def test_validation_counts_changes_of_earlier_rows(engine):
     ended = Facts([TOKENS, HASHES], end=[End.FREE, End.PREEMPTED])
     engine.step(

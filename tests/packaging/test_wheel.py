@@ -22,6 +22,7 @@ PACKAGES = {
     "kvplane_kernels",
     "kvplane_plan",
     "kvplane_service",
+    "kvplane_sglang",
     "kvplane_tools",
     "kvplane_vllm",
     "kvplane_worker",

@@ -33,6 +33,7 @@ _CONTENT = struct.Struct(f"<8s{IDENTITY_BYTES}sQQ")  # magic, content, number of
 FAILURES = 3  # in a row, after which the disk is left alone for a while
 PAUSE_S = 30.0
 ENDING = ".slots"  # of the names of the files
+KEYS = ".keys"  # of the file next to one, where a linker names its slots
 
 _log = logging.getLogger(__name__)
 
@@ -95,15 +96,20 @@ class DiskSlots:
         that was killed, if it is of this file; `first` is the id of the first slot there. None: the file begins empty.
         Call it before the first write, and write the versions to the stamp table before `begin`.
         """
-        head = self._head()
-        size = _CONTENT.size
-        if head is None or head[:size] != self._content:
+        if not self._is_equal():
             return None
-        self.identity = bytes(head[size : size + IDENTITY_BYTES])
         kept = read_index(self._index, self.identity, self.spec.num_blocks)
         if kept is None and left is not None and left.disk_incarnation == self.number:
             return kept_of(left, first, self.spec.num_blocks)
         return kept
+
+    def keep(self) -> bool:
+        """Begin to use the file with all that its slots hold if it is of an equal tier, else empty; returns which. For
+        seals that name what a slot holds by themselves (`Content.identity`), not by a version that is kept elsewhere.
+        """
+        is_equal = self._is_equal()
+        self.begin(Kept(0, ()) if is_equal else None)
+        return is_equal
 
     def begin(self, kept: Kept | None) -> None:
         """Begin to use the file, with what it kept or empty, without what it held for another registration. Raises
@@ -125,6 +131,14 @@ class DiskSlots:
             raise InvalidArgument(
                 f"{self._index} cannot be removed: {error.strerror}", field="--disk", remedy="give another folder"
             ) from None
+
+    def _is_equal(self) -> bool:
+        """Whether the file was written for an equal tier; then its identity is that of this one."""
+        head, size = self._head(), _CONTENT.size
+        if head is None or head[:size] != self._content:
+            return False
+        self.identity = bytes(head[size : size + IDENTITY_BYTES])
+        return True
 
     @property
     def _index(self) -> Path:
@@ -291,8 +305,9 @@ def erase_left(folder: Path) -> Iterator[tuple[Path, bool]]:
 
 
 def _erase(path: Path) -> None:
-    """Remove a file and its index; its worker, or who has its lock, calls it."""
+    """Remove a file, its index and its keys; its worker, or who has its lock, calls it."""
     remove_index(_index_of(path))
+    path.with_suffix(KEYS).unlink(missing_ok=True)
     path.unlink(missing_ok=True)
 
 
