@@ -51,6 +51,7 @@ class HostState:
         """`replica`: a result of `new_replica`; `num_ranks`: ranks of the engine; `logs`: budget of all event logs."""
         logs = logs or LogBudget(config.log_bytes)
         self.name = name
+        self.max_rows = config.max_rows_per_step
         self.replica = replica
         self.scheme = HashScheme.of(replica.spec)
         self.events = EventLog(config.events_resume, logs, config.max_subscribers)

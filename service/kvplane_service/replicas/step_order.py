@@ -180,6 +180,13 @@ def check_step(step: Step, order: StepOrder, executed_through: int, config: Conf
     return rows
 
 
+def check_parts(num_parts: int, most: int) -> None:
+    """Raise LimitExceeded for more parts of a message than there may be rows, before they are decoded."""
+    if num_parts > most:
+        what = f"the message has {num_parts} parts"
+        raise LimitExceeded(what, field="parts", remedy=f"send at most {most} rows per step")
+
+
 def part_that_ends_all(requests: RequestColumns) -> Part:
     """Make a part that frees every request, except those with a load in progress.
 

@@ -35,6 +35,7 @@ from kvplane_service.auth.visible import VisibleReplicas
 from kvplane_service.decisions.sent import SentResult, SentStep
 from kvplane_service.replicas.host import ReplicaHost
 from kvplane_service.replicas.mirror import Mirror
+from kvplane_service.replicas.step_order import check_parts
 from kvplane_service.rpc import prices
 from kvplane_service.rpc.claims import Claim, claim_worker, claimed
 from kvplane_service.rpc.decode import fingerprint
@@ -42,7 +43,9 @@ from kvplane_service.rpc.methods import LONG_MESSAGE_BYTES, Context, first_messa
 from kvplane_service.runtime.executors import Executor, Offload
 from kvplane_service.store.ownership import Ownership
 
+_MAX_WAITING = 64  # long first messages of an owner that wait for the parser
 _PROOFS_AT_ONCE = 4  # recoveries whose stored keys are verified concurrently; each takes memory and time
+_MIRRORED = 4  # messages of mirrors may have this multiple of the parts of a step, each of which takes a kilobyte
 _ENDS_STREAM = (OtherWriter, StaleEpoch, InternalError)
 
 
@@ -86,6 +89,7 @@ class SessionStreams:
         self._all_closed = asyncio.Event()
         self._all_closed.set()
         self._draining = False
+        self._offload = Executor("parsing of first messages", max_waiting=_MAX_WAITING)
         self._prove = Executor("verification of stored entries", threads=_PROOFS_AT_ONCE)
 
     async def serve(self, context: Context) -> None:
@@ -93,7 +97,7 @@ class SessionStreams:
         async with CALL.get().reading():
             raw, stamps = wire.split_stamps(await first_message(context) or b"")
         CALL.get().owe(len(raw) + len(stamps))
-        first = parse(pb.SessionRequest, raw)
+        first = await self._parsed(raw)
         if first.WhichOneof("kind") != "open":
             kind = first.WhichOneof("kind") or "empty"
             raise InvalidArgument(f"the first message is {kind}", field="kind", remedy="send `open` first")
@@ -118,6 +122,12 @@ class SessionStreams:
             self._open.pop(stream, None)
             if not self._open:
                 self._all_closed.set()
+
+    async def _parsed(self, raw: bytes) -> pb.SessionRequest:
+        """Parse a first message, a long one on a thread."""
+        if len(raw) <= LONG_MESSAGE_BYTES:
+            return parse(pb.SessionRequest, raw)
+        return await self._offload(partial(parse_long, pb.SessionRequest, raw))
 
     def _check_stays(self) -> None:
         if self._draining:
@@ -353,6 +363,8 @@ def _understand(raw: bytes, host: ReplicaHost, parser: Callable[..., pb.SessionR
     message = parser(pb.SessionRequest, raw)
     kind, sent = message.WhichOneof("kind") or "", message.step
     if kind == "mirrored_steps":
+        num_parts = sum(len(one.step.parts) for one in message.mirrored_steps.steps)
+        check_parts(num_parts + len(message.mirrored_steps.steps), _MIRRORED * host.max_rows)
         mirrored = decode_mirrored(message.mirrored_steps, digest_size)
         return _Message(kind, sent=message, mirrored=mirrored, num_bytes=len(raw))
     if kind == "image":
@@ -363,6 +375,7 @@ def _understand(raw: bytes, host: ReplicaHost, parser: Callable[..., pb.SessionR
         return _Message(kind)
     decoded: Step | KvplaneError
     try:
+        check_parts(len(sent.parts), host.max_rows)  # a part is an object of a kilobyte
         decoded = wire.decode_step(sent, digest_size)
         decoded = decoded if step is None else step.of(decoded.parts)
     except KvplaneError as error:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar, cast
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
-from kvplane.base.errors import InvalidArgument
+from kvplane.base.errors import InvalidArgument, LimitExceeded
 from kvplane.base.hashing import PackedHashes
 from kvplane.base.hashing.native import varints
 from kvplane.v1.allocation_pb2 import RequestContent as _Numbers
@@ -23,6 +24,8 @@ from kvplane.v1.allocation_pb2 import RequestContent as _Numbers
 _OVER_32_BITS = re.compile(rb"[\x80-\xff]{4}[\x10-\xff]")
 _VARINT, _I64, _LEN, _I32 = 0, 1, 2, 5
 _MAX_FIELDS = 64  # of a message, or a part of it, in which a long column is looked for
+_LONG_BYTES = 1 << 16  # of a message whose fields are counted before it is parsed
+MAX_FIELDS = 1 << 17  # of a message and of those in it; hashes of one size that follow each other are one
 _PIECE_BYTES = 1 << 15  # of packed numbers, which protobuf parses within a millisecond
 _NUMBERS = bytes([_Numbers.DESCRIPTOR.fields_by_name["token_ids"].number << 3 | _LEN])
 _UNSIGNED = (FieldDescriptor.TYPE_UINT32, FieldDescriptor.TYPE_SINT32)
@@ -31,7 +34,12 @@ _M = TypeVar("_M", bound=Message)
 
 
 def parse(message_class: type[_M], raw: bytes) -> _M:
-    """Parse a message. Raises InvalidArgument for malformed bytes, and for a number that parsing would truncate."""
+    """Parse a message. Raises InvalidArgument for malformed bytes, and for a number that parsing would truncate;
+    LimitExceeded for more than MAX_FIELDS fields, of which each takes a hundred bytes or more once it is parsed.
+    """
+    if len(raw) > _LONG_BYTES:
+        with suppress(IndexError, InvalidArgument):  # malformed: the parser raises the error
+            _check_count(cast(Descriptor, message_class.DESCRIPTOR), raw)
     try:
         message = message_class.FromString(raw)
     except DecodeError as error:
@@ -61,6 +69,27 @@ def parse_long(message_class: type[_M], raw: bytes) -> _M:
         return parse(message_class, raw)
     message: object = parse(message_class, _without(raw, path))
     return cast(_M, _with_field(message, path, value))
+
+
+def _check_count(descriptor: Descriptor, raw: bytes) -> None:
+    """Raise LimitExceeded if a message has too many fields, also in other messages."""
+    left, inner = MAX_FIELDS, [(descriptor, 0, len(raw))]
+    while inner:
+        kind, at, stop = inner.pop()
+        while at < stop:
+            begin, left = at, left - 1
+            if not left:
+                what = f"the message has more than {MAX_FIELDS} fields"
+                raise LimitExceeded(what, remedy="send it in several, such as a step in several parts")
+            tag, at = _varint(raw, at)
+            value, at = _payload(raw, at, tag & 7)
+            known = kind.fields_by_number.get(tag >> 3) if tag & 7 == _LEN else None
+            if known is None:
+                continue
+            if known.message_type is not None:
+                inner.append((known.message_type, value, at))
+            elif known.type == FieldDescriptor.TYPE_BYTES and 0 < at - value < 0x80 and value == begin + 2:
+                at = _end_of_run(raw, begin, stop, at - value)
 
 
 def _with_field(message: object, path: list[_Field], value: object) -> object:
