@@ -22,7 +22,7 @@ import numpy as np
 
 from kvplane.base.errors import InvalidArgument, KvplaneError
 from kvplane.base.groups import HashAlgorithm
-from kvplane.base.hashing import HashScheme, RequestHasher, RequestKeys, chain_run, pack_tokens
+from kvplane.base.hashing import TOKEN_BYTES, HashScheme, RequestHasher, RequestKeys, chain_run, pack_tokens
 from kvplane.base.step import NO_EXTRA_KEYS, ExtraKeys
 from kvplane_fleet.wire.events import KEY_BYTES, Evidence
 
@@ -30,6 +30,7 @@ PROOFS_NEEDED = 2
 MOST_TRIES = 256  # store events that fit no scheme, until none is looked for any more
 MOST_BLOCKS = 4  # of a prompt that are hashed for a proof
 MOST_BLOCK_SIZE = 1 << 16  # of blocks of which a proof is made
+PACKED_AT_ONCE = 1 << 16  # token ids
 MOST_KEYED = 1 << 11  # hash blocks of an adapter's first block: some microseconds each
 MOST_EFFORT = 1 << 14  # of one store event: hash blocks, and 64 tokens count as one; some 30 ms
 
@@ -88,12 +89,12 @@ class Domain:
             RequestKeys(extra, self.block_size)  # checks the salt
             parent = sha256(_SGLANG_SALT + extra.salt.encode()).digest() if extra.salt else b""
             whole = len(tokens) // self.block_size * self.block_size
-            hashes = chain_run(parent, pack_tokens(tokens[:whole]), self.block_size)
+            hashes = chain_run(parent, _packed(tokens)[: TOKEN_BYTES * whole], self.block_size)
             first: list[int] = np.frombuffer(hashes, ">u8")[::4].tolist()
             return first
         scheme = self.scheme
         hasher = RequestHasher.of_prompt(scheme, extra, len(tokens))
-        return keys_of(hasher.append(pack_tokens(tokens)), scheme.digest.size, self.key_bytes)
+        return keys_of(hasher.append(_packed(tokens)), scheme.digest.size, self.key_bytes)
 
     @property
     def mask(self) -> int:
@@ -106,6 +107,12 @@ class Domain:
         width = "" if self.key_bytes == KEY_BYTES else f", keys of {self.key_bytes} bytes"
         tags = "" if self.tagged else ", untagged"
         return f"{self.algorithm.value}, {seed} seed, blocks of {self.block_size}{ahead}{width}{tags}"
+
+
+def _packed(tokens: Sequence[int]) -> bytes:
+    """Return token ids as `pack_tokens`, a part at a time: as objects, all would take ten times as much memory."""
+    parts = (tokens[at : at + PACKED_AT_ONCE] for at in range(0, len(tokens), PACKED_AT_ONCE))
+    return b"".join(map(pack_tokens, parts))
 
 
 def keys_of(hashes: bytes, digest_bytes: int, key_bytes: int = KEY_BYTES) -> list[int]:

@@ -4,6 +4,8 @@ hashes, and what fits one width is not taken for the other.
 
 from __future__ import annotations
 
+import tracemalloc
+
 import msgspec
 import pytest
 
@@ -77,6 +79,16 @@ def test_prompts_whose_keys_end_alike_are_not_taken_for_each_other(compiled, mon
     publish(fleet, "a", event("BlockStored", second), event("BlockRemoved", first))
     assert claimed(fleet, first) == {"a": 0, "b": 0}
     assert claimed(fleet, second) == {"a": 2 * BLOCK, "b": 2 * BLOCK}
+
+
+def test_a_long_prompt_takes_little_more_memory_than_its_hashes():
+    message = pb.Prompt(token_ids=[(at * 2654435761) % (1 << 31) for at in range(400_000)])
+    tracemalloc.start()
+    keys = WHOLE.keys(message.token_ids)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 12_000_000  # as objects, the tokens alone would take 14 million
+    assert keys == keys_of(b"".join(digests(list(message.token_ids))), 32, 16)
 
 
 def test_the_domain_is_proven_with_the_width_of_the_keys():
