@@ -13,7 +13,7 @@ from kvplane.base.step import NO_EXTRA_KEYS, ExtraKeys
 from kvplane_fleet.fleet import Prompt
 from kvplane_fleet.hits import Claim
 from kvplane_fleet.wire.events import Tier
-from tests.router import test_decisions, test_index, test_keys, test_order, test_places
+from tests.router import test_adapters, test_decisions, test_index, test_keys, test_order, test_places
 from tests.router.fleets import DOMAIN, GROUPS, Scene, tokens
 from tests.router.test_hits import claims_of_table
 from tests.twins import Patch, Real
@@ -63,6 +63,13 @@ def collisions():
 def expectations():
     """What is expected ends."""
     test_decisions.test_a_booked_prompt_is_expected_where_it_went_until_it_expires(GROUPS)
+
+
+def adapters():
+    """Prompts of a base model and of adapters hit their own blocks, in both forms of keys."""
+    for tagged in (True, False):
+        test_adapters.test_hits_never_cross_between_base_model_and_adapters(tagged)
+        test_adapters.test_salts_are_found_in_the_form_of_the_engine(tagged)
 
 
 @dataclass(frozen=True)
@@ -143,6 +150,19 @@ TWINS = {
         "fleet.wire.msgpack:WHOLE_KEY_BYTES",
         collisions,
         lambda _: 8,  # type: ignore[arg-type, return-value]
+    ),
+    "an adapter has the blocks of its base model": twin(
+        "fleet.places:Place.domain_of", adapters, lambda _: lambda self, model: self.proof.domain
+    ),
+    "one form of keys is tried": twin(
+        "fleet.domains:DomainProof.wants_extra",
+        adapters,
+        lambda _: property(lambda self: False),  # type: ignore[arg-type, return-value]
+    ),
+    "an adapter that was loaded from elsewhere is the same": twin(
+        "fleet.domains:DomainProof._prove_extra",
+        test_adapters.test_an_adapter_that_was_loaded_from_elsewhere_claims_nothing_until_it_is_back,
+        lambda _: lambda *given: True,
     ),
     "expectations stay": twin("fleet.expected:Expected.forget", expectations, lambda _: lambda self, name: None),
 }
