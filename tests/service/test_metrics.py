@@ -323,3 +323,15 @@ def test_the_values_of_a_replica_whose_core_has_failed_are_still_read():
     assert "register the replica again" in caught.value.remedy
     assert watched.value("kvplane_admitted_requests_total") == 1
     assert encode_summary(watched.entry).free_blocks == watched.host.replica.free_blocks
+
+
+def test_the_owner_of_a_replica_is_a_label_and_no_family_is_there_twice():
+    registry = Registry(Config(), lambda: 0)
+    registry.register("acme/r", Registration(spec_of(), registered_by="acme"))
+    registry.register("free", Registration(spec_of()))
+    families = list(ServiceCollector(registry).collect())
+    names = [family.name for family in families]
+    assert len(set(names)) == len(names)
+    (owners,) = [family for family in families if family.name == "kvplane_replica_info"]
+    shown = {(one.labels["replica"], one.labels["owner"]): one.value for one in owners.samples}
+    assert shown == {("acme/r", "acme"): 1, ("free", ""): 1}

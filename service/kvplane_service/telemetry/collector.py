@@ -334,6 +334,7 @@ class ServiceCollector(Collector):
         hosts = [entry.host for entry in entries]
         for family in _FAMILIES:
             yield family.collect(hosts)
+        yield _owners(entries)
         yield _step_seconds(hosts)
         for name, attribute, text in _HISTOGRAMS_IN_STEPS:
             histogram = HistogramMetricFamily(f"kvplane_{name}_steps", text, labels=("replica",))
@@ -348,6 +349,17 @@ class ServiceCollector(Collector):
 def _build_info() -> Metric:
     family = GaugeMetricFamily("kvplane_build_info", "Always 1; the version is a label.", labels=("version",))
     family.add_metric((version("kvplane"),), 1)
+    return family
+
+
+def _owners(entries: Sequence[Entry]) -> Metric:
+    family = GaugeMetricFamily(
+        "kvplane_replica_info",
+        "Always 1; the label is the owner that registered the replica, empty without auth_owners.",
+        labels=("replica", "owner"),
+    )
+    for entry in entries:
+        family.add_metric((entry.host.name, entry.registration.registered_by), 1)
     return family
 
 
