@@ -23,6 +23,7 @@ from tests.vllm import surface
 BLOCKS, PAGE, LAYERS = 6, 64, 2
 IMPORTED = """
     vllm.config VllmConfig
+    vllm.distributed.parallel_state get_tensor_model_parallel_rank
     vllm.distributed.kv_transfer.kv_connector.v1.base KVConnectorBase_V1 KVConnectorHandshakeMetadata
         KVConnectorMetadata KVConnectorRole KVConnectorTransferResults KVConnectorWorkerMetadata SupportsHMA
     vllm.v1.core.kv_cache_manager KVCacheBlocks KVCacheManager
@@ -60,7 +61,7 @@ def engine(given=None, **other):
     parts = {
         "kv_transfer_config": SimpleNamespace(**transfer | other, kv_connector_extra_config=extra),
         "cache_config": SimpleNamespace(enable_prefix_caching=True, prefix_caching_hash_algo="sha256"),
-        "parallel_config": SimpleNamespace(world_size=1, decode_context_parallel_size=1),
+        "parallel_config": SimpleNamespace(world_size=1, tensor_parallel_size=1, decode_context_parallel_size=1),
         "model_config": SimpleNamespace(enable_sleep_mode=False),
         "speculative_config": None,
         "lora_config": None,

@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 
+from tests.service.rig import running
 from tests.vllm import environment, tiers
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(0)]
@@ -18,14 +19,14 @@ def vllm():
     environment.set_up()
 
 
-right = cache(lambda model: tiers.computed(model, SEEDS))
+right = cache(lambda model, has_ranks: tiers.computed(model, "tp2" if has_ranks else "", SEEDS))
 
 
 def run(model, kind, tier, folder, fault="", more=""):
     options = tiers.options(model, tier, str(folder)).replace("}", more + "}")
     found = tiers.run(model, kind, SEEDS, options, fault)
     if "seeds" in found:
-        found["differ"], found["wrong"], found["answers"] = tiers.compare(found, right(model))
+        found["differ"], found["wrong"], found["answers"] = tiers.compare(found, right(model, "tp2" in kind))
         print(f"{model}, {kind}, {tier}, {fault}: {found['wrong']} of {found['answers']} wrong; {found['counts']}")
     return found
 
@@ -50,6 +51,19 @@ def test_tokens_are_those_of_an_engine_that_computes_everything(model, kind, tie
     assert tier == "host" or found["from_disk"] > 300
     assert found["free"] == tiers.POOLS[model] - 1
     assert set(found["left"].values()) == {0}
+
+
+def test_a_service_follows_an_engine_with_tiers(tmp_path):
+    with running() as service:
+        found = run("gptoss", f"mirror {service.address} r", "disk", tmp_path)
+    assert (found["differ"], set(found["left"].values())) == (0, {0})
+    assert found["loaded_tokens"] > 3000
+
+
+def test_two_ranks_keep_their_disks(tmp_path):
+    run("llama", "stock tp2", "disk", tmp_path)
+    again = run("llama", "stock tp2", "disk", tmp_path)
+    assert (again["differ"], again["kept"] > 20) == (0, True)
 
 
 def test_without_the_fence_tokens_are_wrong(tmp_path):

@@ -2,7 +2,7 @@
 
 python tests/vllm/tiers_live.py MODEL KIND POOL SEEDS OPTIONS [FAULT]
 
-KIND is stock, kvplane, one of them with " async", or "mirror ADDRESS REPLICA".
+KIND is stock, kvplane, one of them with " async" or " tp2", or "mirror ADDRESS REPLICA".
 OPTIONS is JSON: the options of the connector; null = no connector. Requests are aborted, also while they load; the pool
 is so small that requests are preempted. FAULT is one of `FAULTS`. Runs in the environment of vLLM (`environment`).
 """
@@ -31,6 +31,7 @@ from kvplane_worker.tiers import DiskSlots
 
 SLOW_S = 0.02  # a save takes as long as some steps
 STEPS = 150  # before a kill
+ROUNDS = 5  # of all prompts
 HANG_S = 3.0  # that a read takes, on four threads
 NUM_PROMPTS, NEW_TOKENS, IDLE_S = 12, 20, 60.0
 
@@ -143,6 +144,8 @@ def main(model: str, kind: str, pool: int, seeds: str, options: dict[str, str] |
     kind, *modes = kind.split()
     if "async" in modes:
         more["async_scheduling"] = True
+    if "tp2" in modes:
+        more["tensor_parallel_size"] = 2
     if kind == "mirror":
         more["additional_config"] = {"kvplane": {"mode": "mirror", "address": modes[0], "replica": modes[1]}}
     llm = engine(model, kind, pool, **more)
@@ -192,14 +195,14 @@ class Live:
         return found
 
     def seed(self, chosen: list[Any], seed: int, is_alone: bool) -> dict[str, Any]:
-        """Answer prompts: all at once, then again with an empty device, then some at a time, of which some are aborted.
-        `is_alone`: once, one after another.
+        """Answer prompts: all at once, repeatedly with an empty device, then some at a time, of which some are
+        aborted. `is_alone`: once, one after another.
         """
         if is_alone:
             return {"tokens": {str(at): self.answers([one])[0] for at, one in enumerate(chosen)}}
         tokens: dict[str, list[list[int]]] = {}
         cached = 0
-        for _ in range(2):
+        for _ in range(ROUNDS):
             self.forget()
             answers, hits = self.answers(chosen)
             cached += hits
@@ -210,7 +213,7 @@ class Live:
         for at, some in result["tokens"].items():
             tokens.setdefault(str(at), []).extend(some)
         self.forget()
-        sent = 2 * len(chosen) + result["sent"]
+        sent = ROUNDS * len(chosen) + result["sent"]
         return {"tokens": tokens, "cached": cached + result["cached"], "sent": sent, "aborted": result["aborted"]}
 
     def answers(self, chosen: list[Any]) -> tuple[list[list[int]], int]:

@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -105,7 +106,7 @@ class KvplaneConnector(KVConnectorBase_V1, SupportsHMA):
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """Make the allocator of the tiers on what the workers have allocated."""
-        found = [one.ready for one in metadata.values() if isinstance(one, RankMetadata)]
+        found = [one.ready for _, one in sorted(metadata.items()) if isinstance(one, RankMetadata)]
         ranks = [one for one in found if one is not None]
         if len(ranks) < len(found) or self._spec is None:
             return  # without memory there is no tier
@@ -114,8 +115,8 @@ class KvplaneConnector(KVConnectorBase_V1, SupportsHMA):
         spec = host_spec(self._spec, num_blocks, tiers if has_disk else ())
         host = HostAllocator(spec, ranks, self._keys(spec, ranks[0].content) if has_disk else None)
         self.planner = Planner(host, self.settings.load_timeout_s)
-        slots = [one.num_blocks for one in spec.tiers]
-        _log.info("kvplane's tiers: %d blocks in host memory, %s on disk, %d keys kept", num_blocks, slots, host.kept)
+        slots = sum(one.num_blocks for one in spec.tiers)
+        _log.info("kvplane's tiers: %d blocks in host memory, %d on disk, %d keys kept", num_blocks, slots, host.kept)
 
     def _keys(self, spec: ReplicaSpec, content: bytes) -> KeyFile | None:
         if not content or self.settings.disk is None:
@@ -180,7 +181,8 @@ class KvplaneConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: Mapping[str, Tensor]) -> None:
         """Allocate the tiers of this rank; the engine continues without them if memory is short. Raises WrongLayout."""
         try:
-            self.rank = TierRank(self._config, self._cache, self.settings, kv_caches)
+            number = get_tensor_model_parallel_rank()
+            self.rank = TierRank(self._config, self._cache, self.settings, kv_caches, number)
         except OutOfMemory as error:
             _log.error("the engine continues without kvplane's tiers: %s", error)
 

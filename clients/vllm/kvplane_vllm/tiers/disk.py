@@ -44,13 +44,15 @@ class DiskOptions:
         folder: of the file.
         content: names what gives its bytes their meaning; b"" = nothing is kept for the next start.
         specs: its tier.
-        name: of the engine among those that use the folder.
+        name: of the rank among those that use the folder.
+        rank: its number.
     """
 
     folder: Path
     content: bytes
     specs: Sequence[TierSpec]
     name: str
+    rank: int
 
 
 class Disk:
@@ -66,13 +68,13 @@ class Disk:
         place = f"{options.name} {options.folder.resolve()} {options.content.hex()}"
         num_ids = buffers.num_blocks + sum(one.num_blocks for one in options.specs)
         with ExitStack() as undo:
-            self._run_dir = run_dir = RunDir(default_run_dir(place, 0))
+            self._run_dir = run_dir = RunDir(default_run_dir(place, options.rank))
             undo.callback(run_dir.give_up)
             memory = SharedMemory.create(run_dir.shared_path("stamps"), table_bytes(num_ids))
             undo.callback(memory.close)
             self.stamps = StampTable.create(memory.view, num_ids, secrets.randbits(64) or 1)
             left = (run_dir.left, run_dir.forget_left) if self._keeps else (b"", run_dir.forget_left)
-            where = TierOptions(options.specs, options.folder, options.name, options.content, 0, *left)
+            where = TierOptions(options.specs, options.folder, options.name, options.content, options.rank, *left)
             self._movers: Movers = start_movers(RankMemory(buffers, self.stamps, jobs), where, ops)
             undo.pop_all()
 

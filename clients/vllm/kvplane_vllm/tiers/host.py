@@ -76,7 +76,8 @@ class HostAllocator:
         """
         self.replica = new_in_process(spec)
         self.epoch = max(one.epoch for one in ranks)
-        found = self.replica.recover(self.epoch, [one.stamps for one in ranks], [keys.entries()] if keys else [])
+        tables = [one.stamps[: spec.num_stamps] for one in ranks]
+        found = self.replica.recover(self.epoch, tables, [keys.entries()] if keys else [])
         self.kept = found.kept
         self._keys, self._saving = keys, dict[int, int]()  # by job: the id of the slot that it writes
         self.executed = self.last_copies = 0

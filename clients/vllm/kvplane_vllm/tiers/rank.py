@@ -36,11 +36,11 @@ class TierRank:
     """One rank."""
 
     def __init__(
-        self, config: VllmConfig, cache: KVCacheConfig, settings: Settings, views: Mapping[str, Tensor]
+        self, config: VllmConfig, cache: KVCacheConfig, settings: Settings, views: Mapping[str, Tensor], number: int = 0
     ) -> None:
-        """Allocate the tiers. Raises WrongLayout, and the errors of `start_movers` and OutOfMemory."""
+        """Allocate the tiers of the rank of this number. Raises WrongLayout, and OutOfMemory for host memory."""
         self._overlaps = not config.use_v2_model_runner  # which zeroes and copies pages before it calls the connector
-        self._number = 0
+        self._number = number
         content = self._content(config, cache, views) if settings.disk is not None else b""
         rows, (num_blocks, specs) = row_bytes(cache), tiers_of(cache, settings)
         ops, plan, num_ids = TorchOps(), host_plan(rows, num_blocks), num_blocks + sum(one.num_blocks for one in specs)
@@ -59,8 +59,8 @@ class TierRank:
         jobs = JobTable.create(bytearray(job_table_bytes(num_rows)), num_rows)
         self._disk = None
         if settings.disk is not None:
-            name = f"vllm-{config.parallel_config.data_parallel_index}"
-            self._disk = disk.start(disk.DiskOptions(settings.disk, content, specs, name), buffers, jobs, ops)
+            name = f"vllm-{config.parallel_config.data_parallel_index}-{number}"
+            self._disk = disk.start(disk.DiskOptions(settings.disk, content, specs, name, number), buffers, jobs, ops)
         stamps = self._disk.stamps if self._disk is not None else _new_stamps(num_blocks)
         self._rank = Rank(stamps, PageMover(buffers, ops))
         self._epoch = stamps.owner_epoch + 1
@@ -76,6 +76,9 @@ class TierRank:
         """Carry out the orders of a step, before vLLM zeroes, copies or computes anything of it."""
         self.copier.fence(orders.overwritten)
         self._poll()
+        if orders.epoch > self._epoch:  # memory of another rank was used more often
+            self._epoch = orders.epoch
+            self._rank.claim(self._epoch)
         for part in orders.parts:
             stamps = Orders(stamp_block=list(part.blocks), stamp=list(part.stamps))
             self._rank.carry_out(self._epoch, orders.seq, part.part, stamps)

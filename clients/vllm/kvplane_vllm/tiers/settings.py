@@ -43,10 +43,13 @@ REFUSED: tuple[Problem, ...] = (
         lambda one: not one.cache_config.enable_prefix_caching,
     ),
     (
-        "there was no test with several ranks",
+        "ranks are tested with tensor parallelism alone",
         "parallel_config",
-        f"give --tensor-parallel-size 1, or {LEAVE_OUT}",
-        lambda one: one.parallel_config.world_size > 1 or one.parallel_config.decode_context_parallel_size > 1,
+        f"give no other --...-parallel-size than --tensor-parallel-size, or {LEAVE_OUT}",
+        lambda one: (
+            one.parallel_config.world_size > one.parallel_config.tensor_parallel_size
+            or one.parallel_config.decode_context_parallel_size > 1
+        ),
     ),
     (
         "there was no test with speculative decoding",
@@ -88,9 +91,9 @@ class Settings:
     """The options of the connector.
 
     Attributes:
-        host_bytes: of the tier in host memory.
+        host_bytes: of the tier in host memory, of each rank.
         disk: folder of the disk tier; None = there is none.
-        disk_bytes: of the disk tier.
+        disk_bytes: of the disk tier, of each rank.
         save: when blocks in host memory are copied to the disk.
         load_timeout_s: how long a request waits for the disk before it is computed.
     """
