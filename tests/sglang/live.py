@@ -23,7 +23,6 @@ OPTIONS = {
     "dtype": "float32",
     "skip_tokenizer_init": True,
     "disable_cuda_graph": True,
-    "disable_overlap_schedule": True,
     "mem_fraction_static": 0.3,
     "max_total_tokens": POOL,
     "page_size": PAGE,

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from kvplane_sglang.settings import MEANING
 from tests.service.rig import until
 
 PAGE = 4
@@ -150,12 +151,9 @@ class HybridReqToTokenPool:
 
 def arguments(folder, **changed):
     """What the command line of SGLang says."""
-    settings = dict(
-        **SIZES, attention_backend="a", decode_attention_backend=None, dtype="auto", json_model_override_args="{}",
-        kv_cache_dtype="auto", load_format="auto", page_size=PAGE, prefill_attention_backend=None, quantization=None,
-        quantization_param_path=None, enable_lora=False, lora_paths=None, speculative_algorithm=None,
-        disaggregation_mode="null", enable_memory_saver=False, model_path=str(folder),
-    )  # fmt: skip
+    settings: dict[str, Any] = {**dict.fromkeys(MEANING, "auto"), **SIZES}
+    settings |= {"enable_lora": False, "lora_paths": None, "speculative_algorithm": None, "disaggregation_mode": "null"}
+    settings |= {"enable_memory_saver": False, "model_path": str(folder)}
     return SimpleNamespace(**settings | changed)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvplane.base.errors import InvalidArgument, WorkerExists
+from kvplane_sglang.settings import MEANING, content_of
 from kvplane_sglang.slots import Directory
 from kvplane_worker.tiers.disk import erase_left
 from tests.sglang import model
@@ -93,6 +94,17 @@ def test_a_damaged_slot_in_host_memory_is_refused(start, pool):
     assert engine.counts(pool, "host").refused == 1
     assert engine.lengths(path) == []
     assert all(not one._in_host.num_pinned for one in engine.linker.tiers.slots.values())
+
+
+def test_a_slot_that_is_damaged_after_it_was_verified_fails_its_batch(start):
+    engine, path = start(disk=None), keys(4)
+    assert engine.save(path)
+    assert engine.queue(path, 30)
+    engine.linker.tiers.slots["kv"].host._rows[0, 3] ^= 1
+    batch = engine.linker.start_layer_wise_loading()
+    assert not engine.linker.finish_layer_wise_loading(batch)
+    assert (engine.pools["kv"].tensors[0][30 * model.PAGE : 34 * model.PAGE] == 0).all()
+    assert engine.linker.tiers.slots["kv"]._in_host.num_pinned == 0
 
 
 @pytest.mark.parametrize("pool", ["kv", "swa", "mamba"])
@@ -206,6 +218,12 @@ def test_slots_that_a_load_needs_are_not_given_away(start):
         number = 29 + len(path) if name != "mamba" else 30
         rows = slice(number * pool.rows, (number + 1) * pool.rows)
         assert (pool.tensors[0][rows] == model.content(path[-1], 0)).all()
+
+
+@pytest.mark.parametrize("name", MEANING)
+def test_another_setting_of_the_model_finds_an_empty_disk(tmp_path, name):
+    content = [content_of(model.arguments(tmp_path, **changed), [], "0") for changed in ({}, {}, {name: "other"})]
+    assert content[0] == content[1] != content[2]
 
 
 def test_a_slot_that_is_forgotten_while_it_is_read_is_given_away_when_that_ends():

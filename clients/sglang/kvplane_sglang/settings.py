@@ -20,8 +20,9 @@ FROM_FILES = ("auto", "pt", "safetensors", "npcache", "instanttensor")
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json", ".py")
 # What gives the bytes of a page their meaning, with the weights and the layout.
 MEANING = (
-    "attention_backend", "decode_attention_backend", "dtype", "json_model_override_args", "kv_cache_dtype",
-    "load_format", "page_size", "prefill_attention_backend", "quantization", "quantization_param_path",
+    "attention_backend", "context_length", "decode_attention_backend", "dtype", "json_model_override_args",
+    "kv_cache_dtype", "load_format", "model_impl", "model_loader_extra_config", "page_size",
+    "prefill_attention_backend", "quantization", "quantization_param_path",
 )  # fmt: skip
 
 Problem = tuple[str, str, str, Callable[[Any], Any]]  # problem, field, remedy, whether it is there
