@@ -60,6 +60,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1,
 def engine(model: str, kind: str, num_blocks: int, **more: Any) -> LLM:
     """The engine; any kind but "stock" selects the scheduler and nothing else."""
     options: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 16, "max_num_batched_tokens": 256}
+    options["enable_prefix_caching"] = True
     options |= OPTIONS.get(model, OPTIONS["llama"]) | more
     if kind != "stock":
         options["scheduler_cls"] = "kvplane_vllm.scheduler.Scheduler"
@@ -67,7 +68,6 @@ def engine(model: str, kind: str, num_blocks: int, **more: Any) -> LLM:
         model=str(MODELS / model),
         skip_tokenizer_init=True,
         enforce_eager=True,
-        enable_prefix_caching=True,
         num_gpu_blocks_override=num_blocks,
         disable_log_stats=False,
         seed=0,
