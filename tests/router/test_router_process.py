@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import re
+import resource
 import signal
 import subprocess
 import sys
 import urllib.request
 from collections import Counter
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -27,11 +29,14 @@ from kvplane.v1 import routing_pb2_grpc
 from kvplane_fleet.domains import keys_of
 from kvplane_fleet.router.messages import pack_keys
 from kvplane_service.auth.tokens import line_of, new_token
+from kvplane_service.config import Config
+from kvplane_service.runtime.files import OTHER_FILES
 from kvplane_tools.cli import app
 from tests.router.engine import DOMAIN, EngineProcess, batches
 from tests.store.servers import free_port
 
 WITHIN_S = 60
+FEW_FILES = 200
 DOCUMENTATION = Path(__file__).resolve().parents[2] / "docs" / "fleet.md"
 
 
@@ -52,7 +57,9 @@ class RouterProcess:
         file.write_text("places:\n" + "\n".join(places))
         command = [sys.executable, "-m", "kvplane_tools", "router", str(file), "--listen", "127.0.0.1:0"]
         command += ["--metrics", "127.0.0.1:0", *options]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        few = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (FEW_FILES, self.hard))
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=few)
         assert self.process.stdout is not None
         self.address = self.process.stdout.readline().split()[-1]
         self.metrics = self.process.stdout.readline().split()[-1]
@@ -94,6 +101,11 @@ def refusal(call, request):
     with pytest.raises(grpc.RpcError) as caught:
         call(request, timeout=WITHIN_S)
     return error_of_rpc(cast(RpcOutcome, caught.value))
+
+
+def test_its_limit_of_open_files_follows_that_of_connections(router):
+    wanted = Config().max_connections + OTHER_FILES
+    assert resource.prlimit(router.process.pid, resource.RLIMIT_NOFILE)[0] == min(wanted, router.hard)
 
 
 def test_a_prompt_goes_to_its_engine_and_its_reports_are_compared(routing):

@@ -30,6 +30,7 @@ from kvplane_service.rpc.health import Health
 from kvplane_service.rpc.methods import CallHooks, service_handler
 from kvplane_service.rpc.ports import add_port, server_credentials
 from kvplane_service.rpc.server import HEALTH_OPTIONS, add_reflection, server_options
+from kvplane_service.runtime.files import allow_connections
 from kvplane_service.telemetry.http import MetricsServer
 
 ROUTING = routing_pb2.DESCRIPTOR.services_by_name["Routing"]
@@ -174,6 +175,7 @@ async def serve(
     """
     if is_open_to_all(config):
         _log.warning("any client that reaches %s has access: set tls_cert and auth_owners", config.listen)
+    allow_connections(config.max_connections)
     loop, asked = asyncio.get_running_loop(), asyncio.Event()
 
     def signalled() -> None:
