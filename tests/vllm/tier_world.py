@@ -185,6 +185,9 @@ class World:
             return False
         if not found:
             return True
+        waits = [other for other in (*self.of(LOADING), *self.of(WAITING)) if other.computed]
+        if sum(map(self.whole, (one, *waits))) > len(self.free):
+            return False  # as vLLM: else requests that loaded could wait for each other's blocks
         one.computed = found
         if not self.allocate(one, found):
             one.computed = 0
@@ -193,6 +196,12 @@ class World:
         self.planner.take(one, one.tables, found)
         one.state = LOADING
         return False
+
+    @staticmethod
+    def whole(one: Request) -> int:
+        """Return how many further blocks the whole prompt of a request takes at most."""
+        held = sum(map(bool, chain(*one.tables)))
+        return -(-one.num_tokens // BLOCK) + (BUDGET + WINDOW) // BLOCK + 2 - held
 
     def preempt(self, one: Request) -> None:
         self.preempted += 1

@@ -205,10 +205,13 @@ class Planner:
     def _saves(self, output: SchedulerOutput) -> list[Copies]:
         """Let twins hold what their requests compute in this step; returns what is copied for that."""
         facts, runs, grows, new = list[Update](), list[RunRow](), list[_Grows](), list[tuple[Twin, int, int]]()
+        twins, unit, scheduled = self._twins, self._unit, output.num_scheduled_tokens
         for name, computed in _computed(output):
-            twin = self._twins.get(name)
-            end = self._end_of(twin, computed + output.num_scheduled_tokens[name]) if twin is not None else 0
-            if twin is None or not end:
+            twin = twins.get(name)
+            if twin is None or computed + scheduled[name] < twin.held + unit:
+                continue  # no block is full that was not: so are most decodes
+            end = self._end_of(twin, computed + scheduled[name])
+            if not end:
                 continue
             if twin.state is State.FETCHING:
                 self._end(twin, End.PREEMPTED)
