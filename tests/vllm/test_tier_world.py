@@ -62,3 +62,21 @@ def test_without_the_fence_pages_are_wrong(monkeypatch):
     slowed(monkeypatch)
     monkeypatch.setattr(Copier, "fence", lambda self, blocks: None)
     assert played(7, options(600)).wrong > 0
+
+
+@pytest.mark.parametrize("method", ["save", "load"])
+@pytest.mark.parametrize("fails", [[10], range(10, 4000)], ids=["once", "from then on"])
+def test_copies_that_fail_cost_hits_and_let_all_requests_end(method, fails, monkeypatch):
+    copy, count = getattr(Copier, method), 0
+
+    def failing(self, copies):
+        nonlocal count
+        count += 1
+        if count in fails:
+            raise MemoryError("planted")
+        copy(self, copies)
+
+    monkeypatch.setattr(Copier, method, failing)
+    world = played(3, options(600))
+    assert count >= 10
+    assert world.wrong == 0

@@ -289,3 +289,18 @@ def test_after_a_save_that_failed_nothing_is_loaded_and_no_fence_waits(copier):
     copier.fence({1})
     assert (loaded, copier.is_broken) == ({"a": False, "b": False}, True)
     assert copier.ended()[0] == 0
+
+
+def test_a_device_that_fails_ends_the_engine_instead_of_holding_it(copier, monkeypatch):
+    def failed(_):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
+    task = Task(1, [Copies(0, [1], [3])], {"r": [Copies(0, [2], [3])]})
+    task.computed = SimpleNamespace(wait=failed)
+    copier.submit(task)
+    copier._thread.join(10)
+    for call in (lambda: copier.fence({1}), copier.drain, copier.ended, lambda: copier.submit(task)):
+        with pytest.raises(RuntimeError, match="have ended") as caught:
+            call()
+        assert "illegal memory access" in str(caught.value.__cause__)

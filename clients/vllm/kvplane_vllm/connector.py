@@ -8,7 +8,7 @@ vllm serve MODEL --kv-transfer-config '{"kv_connector": "KvplaneConnector", "kv_
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,17 +113,18 @@ class KvplaneConnector(KVConnectorBase_V1, SupportsHMA):
         num_blocks, tiers = tiers_of(self._cache, self.settings)
         has_disk = bool(tiers) and all(one.has_disk for one in ranks)
         spec = host_spec(self._spec, num_blocks, tiers if has_disk else ())
-        host = HostAllocator(spec, ranks, self._keys(spec, ranks[0].content) if has_disk else None)
+        host = HostAllocator(spec, ranks, self._keys(spec, ranks) if has_disk else None)
         self.planner = Planner(host, self.settings.load_timeout_s)
         slots = sum(one.num_blocks for one in spec.tiers)
         _log.info("kvplane's tiers: %d blocks in host memory, %d on disk, %d keys kept", num_blocks, slots, host.kept)
 
-    def _keys(self, spec: ReplicaSpec, content: bytes) -> KeyFile | None:
+    def _keys(self, spec: ReplicaSpec, ranks: Sequence[Ready]) -> KeyFile | None:
+        content = ranks[0].content
         if not content or self.settings.disk is None:
             return None
         name = f"vllm-{self._config.parallel_config.data_parallel_index}-{content.hex()}"
         try:
-            return KeyFile(self.settings.disk, name, spec.num_stamps, DIGEST_BYTES)
+            return KeyFile(self.settings.disk, name, spec.num_stamps, DIGEST_BYTES, [one.disk for one in ranks])
         except InvalidArgument as error:
             _log.error("the disk keeps nothing for the next start: %s", error)
             return None
@@ -224,6 +225,8 @@ class KvplaneConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """See the base class."""
+        if self.planner is not None:
+            self.planner.host.shut_down()
         if self.rank is not None:
             self.rank.close()
             self.rank = None

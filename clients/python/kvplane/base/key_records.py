@@ -54,6 +54,12 @@ class KeyRecord:
     num_tokens: int
     age: int = 0
 
+    def writes(self) -> list[tuple[int, bytes]]:
+        """Return what is written for it, in order, each with its position in the bytes of all records."""
+        at = HEADER_BYTES + RECORD_BYTES * self.block
+        rest = _REST.pack(self.digest, self.num_tokens, self.group, self.age)
+        return [(at, _STAMP.pack(0)), (at + _STAMP.size, rest), (at, _STAMP.pack(self.stamp))]
+
 
 class KeyRecords:
     """The records in a writable buffer of at least `records_bytes` bytes."""
@@ -93,10 +99,12 @@ class KeyRecords:
     def write(self, record: KeyRecord) -> None:
         """Write the record of a block; the block must be in the pool."""
         assert len(record.digest) == self.digest_bytes, f"a digest of {len(record.digest)} bytes"
-        at = HEADER_BYTES + RECORD_BYTES * record.block
-        _STAMP.pack_into(self._bytes, at, 0)
-        _REST.pack_into(self._bytes, at + 8, record.digest, record.num_tokens, record.group, record.age)
-        _STAMP.pack_into(self._bytes, at, record.stamp)
+        for at, part in record.writes():
+            self._bytes[at : at + len(part)] = part
+
+    def header(self) -> bytes:
+        """Return the bytes before the first record."""
+        return bytes(self._bytes[:HEADER_BYTES])
 
     def records(self) -> memoryview:
         """Return the bytes of all records, RECORD_BYTES per block, the null block's first."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
@@ -52,15 +52,17 @@ class Copier:
         self._executed = 0
         self._loaded: dict[str, bool] = {}  # requests whose load has ended, and whether it is good
         self._is_closed = self._is_broken = False
+        self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="kvplane-copier", daemon=True)
         self._thread.start()
 
     def submit(self, task: Task) -> None:
-        """Add the copies of the next step."""
+        """Add the copies of the next step. As all methods, raises RuntimeError if the device has failed."""
         if self._where.type == "cuda":
             task.computed = torch.cuda.Event()  # type: ignore[no-untyped-call]
             task.computed.record(torch.cuda.current_stream(self._where))
         with self._lock:
+            self._check()
             self._tasks.append(task)
             self._lock.notify_all()
 
@@ -68,12 +70,20 @@ class Copier:
         """Wait until no save reads one of these blocks."""
         wanted = frozenset(blocks)
         with self._lock:
-            self._lock.wait_for(lambda: all(wanted.isdisjoint(task.reads) for task in self._tasks))
+            self._wait_for(lambda: all(wanted.isdisjoint(task.reads) for task in self._tasks))
 
     def drain(self) -> None:
         """Wait until no save reads any block."""
         with self._lock:
-            self._lock.wait_for(lambda: not any(task.reads for task in self._tasks))
+            self._wait_for(lambda: not any(task.reads for task in self._tasks))
+
+    def _wait_for(self, holds: Callable[[], bool]) -> None:
+        self._lock.wait_for(lambda: self._error is not None or holds())
+        self._check()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise RuntimeError("copies between the device and kvplane's tiers have ended") from self._error
 
     @property
     def is_broken(self) -> bool:
@@ -85,6 +95,7 @@ class Copier:
         they are good.
         """
         with self._lock:
+            self._check()
             loaded, self._loaded = self._loaded, {}
             return self._executed, loaded
 
@@ -96,6 +107,14 @@ class Copier:
         self._thread.join()
 
     def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:  # of the device: the engine ends too, it would wait forever otherwise
+            with self._lock:
+                self._error = error
+                self._lock.notify_all()
+
+    def _work(self) -> None:
         with self._a_stream():
             while True:
                 with self._lock:

@@ -13,6 +13,8 @@ from kvplane_core.face.loader import new_in_process
 from kvplane_vllm.tiers.kept import KeyFile
 from kvplane_vllm.tiers.messages import PartOrders, Progress, Ready
 
+CLOSE_S = 5.0  # for a disk that hangs
+
 
 def host_spec(engine: ReplicaSpec, num_blocks: int, tiers: tuple[TierSpec, ...]) -> ReplicaSpec:
     """Return the settings of the allocator: the groups of the engine in the memory of the host.
@@ -133,6 +135,8 @@ class HostAllocator:
         self._preempted += result.preempted
         if self._keys is not None:
             self._record(result, part.cache.jobs_done)
+            for job in part.cache.jobs_failed:
+                self._saving.pop(job, None)
         self._jobs.order(self._seq, self._part, result)
         orders, jobs = result.orders, self._ranks[0].ordered
         for rank in self._ranks:
@@ -149,11 +153,19 @@ class HostAllocator:
         if written and self._keys is not None:
             self._keys.record(self.replica.entries(written))
 
-    def forget(self) -> None:
-        """Keep nothing for the next start, from now on: new weights may be the reason of a reset."""
+    def forget(self) -> bool:
+        """Keep nothing for the next start, from now on: new weights may be the reason of a reset. Returns False if the
+        disk cannot.
+        """
+        if self._keys is not None and not self._keys.clear():
+            return False
+        self._keys = None
+        return True
+
+    def shut_down(self) -> None:
+        """Write what is recorded, if the disk does not hang."""
         if self._keys is not None:
-            self._keys.clear()
-            self._keys = None
+            self._keys.close(CLOSE_S)
 
     def take_ends(self) -> tuple[Sequence[int], Sequence[int]]:
         """Return jobs that are done, and slots of requests that the allocator has preempted, since the last call."""

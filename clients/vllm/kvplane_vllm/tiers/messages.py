@@ -18,12 +18,14 @@ class Ready:
         stamps: the stamp table of blocks and slots: what the disk has kept.
         has_disk: whether it has the disk tier that the options name.
         content: names what gives the bytes on the disk their meaning; b"" = nothing is kept for the next start.
+        disk: names what its file holds, another one whenever the file begins empty; 0 = there is none.
     """
 
     epoch: int
     stamps: Sequence[int]
     has_disk: bool
     content: bytes
+    disk: int = 0
 
 
 class Copies(NamedTuple):

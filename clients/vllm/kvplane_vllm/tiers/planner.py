@@ -59,6 +59,7 @@ class Twin:
         job: load from the disk in flight; since when.
         tries: loads that failed.
         is_over: vLLM's request has ended, and its load has not.
+        is_computed: a load to the device failed: it would fail again.
     """
 
     slot: int
@@ -72,6 +73,7 @@ class Twin:
     since: float = 0.0
     tries: int = 0
     is_over: bool = False
+    is_computed: bool = False
 
 
 @dataclass(slots=True)
@@ -117,6 +119,7 @@ class Planner:
         self._free_slots: list[int] = []
         self._num_slots = 0
         self._loads: dict[str, list[Copies] | None] = {}
+        self._lost: set[int] = set()  # slots of twins that lost what they got in this step
         self._is_broken = False
         self._busy_since: tuple[tuple[int, int], float] | None = None  # how far copies and jobs were, and since when
 
@@ -127,8 +130,11 @@ class Planner:
         twin = None if request.skip_reading_prefix_cache else self._twin_of(request)
         if twin is None:
             return 0
-        if twin.state in (State.RUNNING, State.LOADING):  # it was preempted, or its load failed
+        is_useless = twin.state is State.READY and twin.held <= num_computed  # vLLM's own hit has grown
+        if twin.state in (State.RUNNING, State.LOADING) or is_useless:  # it was preempted, or its load failed
             self._end(twin, End.PREEMPTED)
+        if self._is_broken or twin.is_computed:
+            return 0
         if twin.state is State.FETCHING and not self._has_arrived(twin):
             return None
         if twin.state is State.IDLE:
@@ -230,8 +236,9 @@ class Planner:
             is_done, grown = self._begin(*one)
             done.append(is_done)
             grows.append(grown)
-        found = [self._grown(one, is_done, output) for one, is_done in zip(grows, done, strict=True)]
-        return list(chain.from_iterable(found))
+        self._lost.clear()
+        found = [(one.twin, self._grown(one, is_done, output)) for one, is_done in zip(grows, done, strict=True)]
+        return list(chain.from_iterable(copies for twin, copies in found if twin.slot not in self._lost))
 
     def _begin(self, twin: Twin, computed: int, end: int) -> tuple[bool, _Grows]:
         """Let a twin that holds nothing hold what its request has, and what it computes."""
@@ -249,6 +256,8 @@ class Planner:
     def _grown(self, one: _Grows, is_done: bool, output: SchedulerOutput) -> list[Copies]:
         """Return what is copied to the new blocks of a twin. It ends without room, or if vLLM has lost a block."""
         twin, state = one.twin, output.kv_connector_block_state
+        if twin.slot in self._lost:
+            return []
         if not is_done:
             self.counts.refused += 1
             self._end(twin, End.PREEMPTED)
@@ -268,10 +277,9 @@ class Planner:
             for row, size in zip(self.host.tables(twin.slot), self._sizes, strict=True)
             for block in row[first // size :]
         } - {0}
-        holders = [
-            one for one in self._twins.values() if one.state is not State.IDLE and one.state is not State.FETCHING
-        ]
-        holders = [one for one in holders if not fresh.isdisjoint(chain(*self.host.tables(one.slot)))]
+        others = [one for one in self._twins.values() if one.state is not State.FETCHING]
+        holders = [one for one in others if not fresh.isdisjoint(chain(*self.host.tables(one.slot)))]
+        self._lost.update(one.slot for one in holders)
         self._apply([Update(one.slot, end=End.PREEMPTED) for one in holders], cache=Cache(evicted=sorted(fresh)))
         for one in holders:
             one.state, one.held = State.IDLE, 0
@@ -313,7 +321,7 @@ class Planner:
                 _log.error("the tiers are left alone: a copy failed; see the log of the workers")
         for name in failed:
             if (twin := self._twins.get(name)) is not None:
-                twin.tries = MOST_LOADS
+                twin.is_computed = True
         for name in loaded:
             twin = self._twins.get(name)
             if twin is not None and twin.state is State.LOADING:
@@ -322,7 +330,9 @@ class Planner:
                     self._end(twin, End.FREE)
 
     def reset(self) -> bool:
-        """Forget all that is stored; returns False, and changes nothing, while a request loads or waits for a load."""
+        """Forget all that is stored; returns False while a request loads or waits for a load, while a copy of a request
+        that has ended runs, or if the disk cannot forget.
+        """
         busy = (State.LOADING, State.FETCHING)
         if any(twin.state in busy for twin in self._twins.values()):
             return False
@@ -330,14 +340,12 @@ class Planner:
             if twin.state is not State.IDLE:
                 self._end(twin, End.PREEMPTED)
         is_done = self._apply(cache=Cache(reset=True)).reset_done
-        if is_done:
-            self.host.forget()
-        return is_done
+        return is_done and self.host.forget()
 
     @property
     def is_busy(self) -> bool:
         """Whether vLLM must run further steps so that saves end; not for a disk that hangs."""
-        if not self.host.is_busy:
+        if self._is_broken or not self.host.is_busy:
             self._busy_since = None
             return False
         state, now = (self.host.seq, self.host.executed), self._clock()

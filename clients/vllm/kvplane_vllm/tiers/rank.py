@@ -66,7 +66,7 @@ class TierRank:
         self._epoch = stamps.owner_epoch + 1
         self._rank.claim(self._epoch)
         kept = content if self._disk is not None else b""
-        self.ready = Ready(self._epoch, stamps.read_all(), self._disk is not None, kept)
+        self.ready = Ready(self._epoch, stamps.read_all(), self._disk is not None, kept, stamps.disk_incarnation)
         self._jobs, self._num_ends = jobs, 0
         self.copier = Copier(device, [buffers.group(group) for group in range(len(rows))], ops)
         self._loaded: set[str] = set()

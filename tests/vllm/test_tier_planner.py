@@ -1,0 +1,113 @@
+"""What the scheduler's half of the tiers answers where vLLM's own hit grows, loads fail, and blocks are lost."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvplane.base.groups import GroupKind, GroupSpec, HashAlgorithm, ReplicaSpec
+from kvplane_vllm.tiers.host import HostAllocator, host_spec
+from kvplane_vllm.tiers.messages import Progress, Ready
+from kvplane_vllm.tiers.planner import Planner, State
+from tests.vllm.tier_world import BLOCK, NUM_BLOCKS, WINDOW, Request
+
+HOST = 200
+
+
+@pytest.fixture
+def planner():
+    window = GroupSpec(GroupKind.SLIDING_WINDOW, BLOCK, window=WINDOW)
+    engine = ReplicaSpec(
+        groups=(GroupSpec(GroupKind.FULL_ATTENTION, BLOCK), window),
+        num_blocks=NUM_BLOCKS,
+        max_model_len=256,
+        hash_block_size=BLOCK,
+        scheduler_block_size=BLOCK,
+        max_in_flight_tokens=64,
+        hash_algorithm=HashAlgorithm.SHA256,
+        hash_seed="vllm",
+        retention_interval=-1,
+    )
+    return Planner(HostAllocator(host_spec(engine, HOST, ()), [Ready(1, [0] * HOST, False, b"")]), 5.0)
+
+
+def request(name, length):
+    tokens = [at * 7 % 97 for at in range(length)]
+    flags = {"skip_reading_prefix_cache": False, "resumable": False}
+    return Request(request_id=name, tokens=tokens, num_prompt_tokens=length, **flags)
+
+
+def table(end, first, left=0):
+    """The blocks of both groups for this number of tokens; `left` left the window."""
+    count = end // BLOCK
+    return [list(range(first, first + count)), [0] * left + list(range(first + 100 + left, first + 100 + count))]
+
+
+def step(planner, *rows):
+    """Schedule rows (request, computed before, tokens, tables) of new requests, and let their copies end."""
+    tables = {one.request_id: blocks for one, _, _, blocks in rows}
+    new = [
+        SimpleNamespace(req_id=one.request_id, num_computed_tokens=computed, block_ids=blocks)
+        for one, computed, _, blocks in rows
+    ]
+    output: Any = SimpleNamespace(
+        scheduled_new_reqs=new,
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[], new_block_ids=[]),
+        num_scheduled_tokens={one.request_id: count for one, _, count, _ in rows},
+        new_block_ids_to_zero=None,
+        kv_cache_block_copies=None,
+        kv_connector_block_state=SimpleNamespace(get_block_ids=tables.__getitem__),
+    )
+    orders = planner.orders(output)
+    planner.report(Progress({0: planner.host.seq}, {0: []}), (), ())
+    return orders
+
+
+def stored(planner, length):
+    """Let the tiers hold the prefix of this length."""
+    one = request("first", length + 1)
+    planner.matched(one, 0)
+    step(planner, (one, 0, length, table(length, 1)))
+    planner.finish(one)
+
+
+@pytest.mark.parametrize("is_broken", [False, True], ids=["its load", "the tiers"])
+def test_a_request_whose_load_failed_is_computed_and_not_offered_the_same_hit(is_broken, planner):
+    stored(planner, 36)
+    one = request("one", 40)
+    assert planner.matched(one, 0) == 36
+    planner.take(one, table(36, 40, left=7), 36)
+    step(planner)
+    planner.report(Progress({0: planner.host.seq}, {0: []}, is_broken), ["one"], ["one"])
+    assert planner.matched(one, 0) == 0
+    assert planner.matched(request("other", 40), 0) == (0 if is_broken else 36)
+
+
+def test_a_hit_that_vllm_has_outgrown_is_given_up_and_what_is_computed_is_saved(planner):
+    stored(planner, 16)
+    one = request("one", 81)
+    assert planner.matched(one, 0) == 16
+    assert planner.matched(one, 64) == 0, "it waited, and vLLM has 64 tokens meanwhile"
+    orders = step(planner, (one, 64, 16, table(80, 1, left=14)))
+    assert orders.saves
+    assert planner.counts.unsaved == 0
+    assert planner._twins["one"].held == 80
+
+
+def test_requests_of_one_step_that_share_lost_blocks_lose_them_together(planner):
+    """The second adopts the blocks that the first got; vLLM has freed one before it could be saved."""
+    stored(planner, 16)
+    one, two = request("one", 81), request("two", 97)
+    for each in (one, two):
+        assert planner.matched(each, 64) == 0, "vLLM has 64 tokens itself"
+    hole = table(80, 1)
+    hole[0][10] = 0
+    orders = step(planner, (one, 64, 16, hole), (two, 64, 32, table(96, 40)))
+    assert planner.counts.unsaved == 1
+    assert not orders.saves
+    for name in ("one", "two"):
+        twin = planner._twins[name]
+        held = {block for row in planner.host.tables(twin.slot) for block in row if block}
+        assert (twin.state, twin.held, held) == (State.IDLE, 0, set()), name
