@@ -154,7 +154,7 @@ def test_single_blocks_equal_pythons(compiled, algorithm, block, parent, extra):
 @pytest.mark.parametrize(
     ("arguments", "fault"),
     [
-        ((5, bytes(32), bytes(4), 1), "form"),
+        ((6, bytes(32), bytes(4), 1), "form"),
         ((-1, bytes(32), bytes(4), 1), "form"),
         ((0, bytes(31), bytes(4), 1), "parent"),
         ((0, bytes(16), bytes(4), 1), "parent"),

@@ -6,6 +6,7 @@ import ast
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -296,8 +297,8 @@ def test_a_device_that_fails_ends_the_engine_instead_of_holding_it(copier, monke
         raise RuntimeError("an illegal memory access was encountered")
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
-    task = Task(1, [Copies(0, [1], [3])], {"r": [Copies(0, [2], [3])]})
-    task.computed = SimpleNamespace(wait=failed)
+    event: Any = SimpleNamespace(wait=failed)
+    task = Task(1, [Copies(0, [1], [3])], {"r": [Copies(0, [2], [3])]}, event)
     copier.submit(task)
     copier._thread.join(10)
     for call in (lambda: copier.fence({1}), copier.drain, copier.ended, lambda: copier.submit(task)):
