@@ -80,7 +80,7 @@ def test_explain_says_for_each_place_why_it_hits_no_more(places):
 
 @pytest.mark.parametrize("command", FLEET)
 def test_command_of_the_operating_notes_runs(command, places):
-    values = {"PLACE": "first", "MODEL": "m"}
+    values = {"PLACE": "first", "MODEL": "m", "ADAPTER": "m"}
     words = [values.get(word, word) for word in command.removesuffix(" --watch 5").split()[2:]]
     done = Done(*words, "--places", str(places))
     assert done.returncode == 0, done.stderr

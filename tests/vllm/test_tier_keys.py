@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from array import array
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -53,15 +54,14 @@ def test_a_disk_that_began_empty_has_none_of_the_keys_before(disks, tmp_path):
 def test_an_empty_disk_has_another_number(tmp_path, monkeypatch):
     monkeypatch.setattr(rank, "content_of", lambda *_: bytes(range(16)))
     numbers = []
-    for life in range(3):  # each with a runtime directory of its own, as a new container
-        run = tmp_path / str(life)
-        run.mkdir()
-        monkeypatch.setenv("XDG_RUNTIME_DIR", str(run))
+    for life in range(3):
         if life == 2:
             next((tmp_path / "disk").glob("*.slots")).unlink()
-        world = World(1, options(20, tmp_path / "disk", 20), 0)
-        numbers.append(world.rank.ready.disk)
-        world.rank.close()
+        with TemporaryDirectory(prefix="kvplane-") as run:  # of each life its own, as in a new container
+            monkeypatch.setenv("XDG_RUNTIME_DIR", run)
+            world = World(1, options(20, tmp_path / "disk", 20), 0)
+            numbers.append(world.rank.ready.disk)
+            world.rank.close()
     assert 0 not in numbers
     assert numbers[0] == numbers[1] != numbers[2], "the second began with what the first kept"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -15,10 +16,11 @@ STEPS = 100
 
 
 @pytest.fixture(autouse=True)
-def named_content(monkeypatch, tmp_path):
+def named_content(monkeypatch):
     monkeypatch.setattr(rank, "content_of", lambda *_: bytes(range(16)))
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
-    (tmp_path / "run").mkdir()
+    with TemporaryDirectory(prefix="kvplane-") as folder:  # its path is short enough for a socket
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        yield
 
 
 def slowed(monkeypatch):

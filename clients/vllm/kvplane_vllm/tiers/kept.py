@@ -111,7 +111,7 @@ class KeyFile:
         self._age += 1
 
     def clear(self) -> bool:
-        """Forget all keys, for good as far as this machine runs, and record none any more; returns False if the disk
+        """Forget all keys, and record none any more; returns False if the disk
         cannot.
         """
         try:
