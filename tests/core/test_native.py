@@ -33,6 +33,7 @@ from kvplane_core.face import loader
 from kvplane_core.face.entries import Entries, KeyRun
 from kvplane_core.face.state import digest, export_state
 from kvplane_core.spec.hazard import LEAST_REMEMBERED
+from kvplane_core.spec.loading import load_state
 from kvplane_core.spec.replica import Replica
 from tests.core.builders import (
     REFUSED,
@@ -244,6 +245,30 @@ def test_superblocks_of_earlier_lives():
         outcomes.append((results, digest(each)))
     assert outcomes[0] == outcomes[1]
     assert {25, 26, 27} <= set(outcomes[0][0][0].orders.stamp_block)
+
+
+def test_an_image_between_a_new_life_and_its_first_step_has_the_stamps_that_this_step_orders():
+    """Blocks of a superblock under a load get other stamps: a replica that continues from the image orders them too."""
+    spec = split_spec(12)
+    shown = list(range(1 << 32, (1 << 32) + spec.num_blocks))
+    stored = Entries(32, [KeyRun("", 0, 1)], [8], [shown[8]], [2], [1], fake_digest(8))
+    image = Resume(held_slot=[4], held_count=[2], held_blocks=[13, 40])
+    ordered = []
+    for make, load in ((Replica, load_state), (native.NativeReplica, native.NativeReplica.load)):
+        replica = make(spec)
+        replica.recover(2, [shown], [stored], busy=[20, 24, 29])
+        parts = [Part(resume=image)], [Part(cache=Cache(loads_over=[20, 24], released=[4]))]
+        for seq, part in enumerate(parts, 1):
+            replica.apply(Step(2, seq, part))
+        replica.begin_epoch(3, [*shown[:16], *[0] * 32], busy=[29, 36])
+        replica.take_events()
+        continued = load(spec, export_state(replica))
+        step = Step(3, 1, [Part()])
+        orders = [each.apply(step).parts[0].orders for each in (replica, continued)]
+        assert orders[0] == orders[1]
+        ordered.append(orders[0].stamp_block)
+    assert ordered[0] == ordered[1]
+    assert ordered[0]
 
 
 def one_request(spec, digests=(b"d" * 32,)):
