@@ -7,29 +7,17 @@ from typing import Any
 
 import pytest
 
-from kvplane.base.groups import GroupKind, GroupSpec, HashAlgorithm, ReplicaSpec
 from kvplane_vllm.tiers.host import HostAllocator, host_spec
 from kvplane_vllm.tiers.messages import Progress, Ready
 from kvplane_vllm.tiers.planner import Planner, State
-from tests.vllm.tier_world import BLOCK, NUM_BLOCKS, WINDOW, Request
+from tests.vllm.tier_world import BLOCK, Request, engine_spec
 
 HOST = 200
 
 
 @pytest.fixture
 def planner():
-    window = GroupSpec(GroupKind.SLIDING_WINDOW, BLOCK, window=WINDOW)
-    engine = ReplicaSpec(
-        groups=(GroupSpec(GroupKind.FULL_ATTENTION, BLOCK), window),
-        num_blocks=NUM_BLOCKS,
-        max_model_len=256,
-        hash_block_size=BLOCK,
-        scheduler_block_size=BLOCK,
-        max_in_flight_tokens=64,
-        hash_algorithm=HashAlgorithm.SHA256,
-        hash_seed="vllm",
-        retention_interval=-1,
-    )
+    engine = engine_spec(max_model_len=256, max_in_flight_tokens=64)
     return Planner(HostAllocator(host_spec(engine, HOST, ()), [Ready(1, [0] * HOST, False, b"")]), 5.0)
 
 
@@ -93,7 +81,7 @@ def test_a_hit_that_vllm_has_outgrown_is_given_up_and_what_is_computed_is_saved(
     orders = step(planner, (one, 64, 16, table(80, 1, left=14)))
     assert orders.saves
     assert planner.counts.unsaved == 0
-    assert planner._twins["one"].held == 80
+    assert planner._shadows["one"].held == 80
 
 
 def test_requests_of_one_step_that_share_lost_blocks_lose_them_together(planner):
@@ -108,6 +96,6 @@ def test_requests_of_one_step_that_share_lost_blocks_lose_them_together(planner)
     assert planner.counts.unsaved == 1
     assert not orders.saves
     for name in ("one", "two"):
-        twin = planner._twins[name]
-        held = {block for row in planner.host.tables(twin.slot) for block in row if block}
-        assert (twin.state, twin.held, held) == (State.IDLE, 0, set()), name
+        shadow = planner._shadows[name]
+        held = {block for row in planner.host.tables(shadow.slot) for block in row if block}
+        assert (shadow.state, shadow.held, held) == (State.IDLE, 0, set()), name

@@ -56,6 +56,22 @@ def cache() -> Any:
     return SimpleNamespace(num_blocks=NUM_BLOCKS, kv_cache_groups=groups, kv_cache_tensors=tensors)
 
 
+def engine_spec(max_model_len: int, max_in_flight_tokens: int) -> ReplicaSpec:
+    """The engine's allocator: a group of full attention, and one of a window."""
+    window = GroupSpec(GroupKind.SLIDING_WINDOW, BLOCK, window=WINDOW)
+    return ReplicaSpec(
+        groups=(GroupSpec(GroupKind.FULL_ATTENTION, BLOCK), window),
+        num_blocks=NUM_BLOCKS,
+        hash_block_size=BLOCK,
+        scheduler_block_size=BLOCK,
+        hash_algorithm=HashAlgorithm.SHA256,
+        hash_seed="vllm",
+        retention_interval=-1,
+        max_model_len=max_model_len,
+        max_in_flight_tokens=max_in_flight_tokens,
+    )
+
+
 class World:
     """The engine, its scheduler ahead of its worker by at most `lag` steps."""
 
@@ -68,18 +84,7 @@ class World:
         )
         self.rank = TierRank(config, cache(), settings, views)
         num_blocks, tiers = tiers_of(cache(), settings)
-        window = GroupSpec(GroupKind.SLIDING_WINDOW, BLOCK, window=WINDOW)
-        engine = ReplicaSpec(
-            groups=(GroupSpec(GroupKind.FULL_ATTENTION, BLOCK), window),
-            num_blocks=NUM_BLOCKS,
-            max_model_len=128,
-            hash_block_size=BLOCK,
-            scheduler_block_size=BLOCK,
-            max_in_flight_tokens=BUDGET * (lag + 1),
-            hash_algorithm=HashAlgorithm.SHA256,
-            hash_seed="vllm",
-            retention_interval=-1,
-        )
+        engine = engine_spec(max_model_len=128, max_in_flight_tokens=BUDGET * (lag + 1))
         self.planner = Planner(HostAllocator(host_spec(engine, num_blocks, tiers), [self.rank.ready]), 5.0)
         self.prompts = [[self.rng.randrange(9) for _ in range(72)] for _ in range(4)]
         self.free = list(range(1, NUM_BLOCKS))

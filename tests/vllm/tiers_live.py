@@ -237,7 +237,7 @@ class Live:
         return {
             "kept": planner.host.kept,
             "counts": counts | {"from_disk": replica.tiers.counters.loaded_tokens},
-            "left": {"twins": len(planner._twins), "held": replica.block_counts.held, **replica.tiers.open_jobs()},
+            "left": {"shadows": len(planner._shadows), "held": replica.block_counts.held, **replica.tiers.open_jobs()},
         }
 
 

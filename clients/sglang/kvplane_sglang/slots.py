@@ -11,7 +11,6 @@ hints: a slot that has other bytes than those of the key is refused, whatever th
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import stat
 import threading
@@ -40,7 +39,10 @@ _log = logging.getLogger("sglang.kvplane")
 
 
 class KeyFile:
-    """The keys of the slots of a file, in a file next to it: what a restarted engine looks up."""
+    """The keys of the slots of a file, in a file next to it: what a restarted engine looks up.
+
+    It is written, not mapped: access to a mapped page that was cut off, or that the disk cannot read, ends the process.
+    """
 
     def __init__(self, path: Path, num_slots: int, is_new: bool) -> None:
         """Open or create the file; `is_new`: the slots hold nothing. Raises InvalidArgument if it cannot be used."""
@@ -55,9 +57,12 @@ class KeyFile:
                 if is_new or info.st_size != size:
                     os.ftruncate(file, 0)
                 os.posix_fallocate(file, 0, size)
-                self._keys = mmap.mmap(file, size)
-            finally:
+                self._keys = bytearray(size)
+                os.preadv(file, [self._keys], 0)  # what is not read is no key
+            except BaseException:
                 os.close(file)
+                raise
+            self._file: int | None = file
         except OSError as error:
             raise InvalidArgument(
                 f"{path} cannot be used: {error.strerror}",
@@ -66,10 +71,22 @@ class KeyFile:
             ) from None
 
     def __getitem__(self, slot: int) -> bytes:
-        return self._keys[slot * KEY_BYTES : (slot + 1) * KEY_BYTES]
+        return bytes(self._keys[slot * KEY_BYTES : (slot + 1) * KEY_BYTES])
 
     def __setitem__(self, slot: int, key: bytes) -> None:
         self._keys[slot * KEY_BYTES : (slot + 1) * KEY_BYTES] = key
+        try:
+            if self._file is not None:
+                os.pwrite(self._file, key, slot * KEY_BYTES)
+        except OSError as error:  # a key that stays there is a hint, which the seal of its slot refuses
+            _log.error("%s cannot be written, its keys are not kept: %s", self.path, error.strerror)
+            self.close()
+
+    def close(self) -> None:
+        """Write nothing any more."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
 
 class Directory:
@@ -272,7 +289,7 @@ class KeyedSlots:
 
     def close(self) -> None:
         """Release the memory and close the file, which keeps what it has."""
-        for one in (self.host, self.disk):
+        for one in (self.host, self.disk, self._keys):
             if one is not None:
                 one.close()
 

@@ -296,6 +296,7 @@ def _allocate(pools: Sequence[PagePool], settings: Settings, content: bytes) -> 
                 disk, is_kept = _open(spec, pool, settings.disk, content)
                 cleanup.callback(disk.close)
                 keys = KeyFile(disk.path.with_suffix(KEYS), spec.num_blocks, not is_kept)
+                cleanup.callback(keys.close)
             found[pool.name] = KeyedSlots(group, pool.page_bytes, host, disk, keys)
         cleanup.pop_all()
     return found

@@ -140,7 +140,7 @@ PyObject* Guarded(F&& body) {
 
 constexpr Int kManyBlocks = 1 << 16;  // whose memory takes more than a millisecond to return
 
-// Deletes the core of a capsule that nobody has any more, a large one on a thread: it refers to no Python object.
+// Deletes the core of a capsule whose last reference is gone, a large one on a thread: it refers to no Python object.
 inline void Destroy(PyObject* capsule) {
     auto* const core = static_cast<Core*>(PyCapsule_GetPointer(capsule, kName));
     if (core->replica.spec.num_blocks < kManyBlocks) return delete core;

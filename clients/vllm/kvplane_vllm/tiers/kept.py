@@ -111,9 +111,7 @@ class KeyFile:
         self._age += 1
 
     def clear(self) -> bool:
-        """Forget all keys, and record none any more; returns False if the disk
-        cannot.
-        """
+        """Forget all keys, and record none any more; returns False if the disk cannot."""
         try:
             self.path.unlink(missing_ok=True)
         except OSError as error:
@@ -130,20 +128,22 @@ class KeyFile:
         self._thread.join(within_s)
 
     def _run(self) -> None:
-        while True:
-            with self._lock:
-                self._lock.wait_for(lambda: self._waiting or self._is_closed)
-                found, self._waiting = self._waiting, {}
-            try:
+        try:
+            while found := self._next():
                 for one in found.values():
                     for offset, part in one.writes():
                         self._write(offset, part)
-            except OSError as error:
-                _log.error("the disk keeps nothing more for the next start: %s: %s", self.path, error.strerror)
-                return
-            if not found:
-                os.close(self._file)
-                return
+        except OSError as error:
+            _log.error("the disk keeps nothing more for the next start: %s: %s", self.path, error.strerror)
+        finally:
+            os.close(self._file)
+
+    def _next(self) -> dict[int, KeyRecord]:
+        """Wait for records that are not written; none: it is closed, and there is none left."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._waiting or self._is_closed)
+            found, self._waiting = self._waiting, {}
+        return found
 
     def _write(self, offset: int, part: bytes) -> None:
         os.pwrite(self._file, part, offset)

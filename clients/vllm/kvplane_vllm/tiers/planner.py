@@ -1,11 +1,11 @@
 """The scheduler's half: an allocator of kvplane whose device is the host memory, and whose tier is the disk.
 
-A request of vLLM has a twin there. What vLLM computes, the twin "computes" by a copy:
+A request of vLLM has a shadow there. What vLLM computes, the shadow "computes" by a copy:
 
-    vLLM asks what is stored    the twin is looked up in host memory and disk; what the disk has is loaded into host
+    vLLM asks what is stored    the shadow is looked up in host memory and disk; what the disk has is loaded into host
                                 memory first, and vLLM asks again until it is there or the time is over
-    vLLM has taken blocks       those behind its own hit are copied from the twin's
-    vLLM computes tokens        full blocks are copied to new blocks of the twin, behind the computation
+    vLLM has taken blocks       those behind its own hit are copied from the shadow's
+    vLLM computes tokens        full blocks are copied to new blocks of the shadow, behind the computation
 
 So the hit that vLLM gets is the union of its own hit and the tiers, and its load reads host memory alone, which does
 not fail. All decisions (hits by group, evictions, slots and versions of the disk, what is saved there and when) are
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("vllm.kvplane")
 MOST_LOADS = 2  # of one request from the disk, of which the first failed
-MOST_TWINS = 1 << 13
+MOST_SHADOWS = 1 << 13
 
 
 class State(Enum):
-    """Where a twin is."""
+    """Where a shadow is."""
 
     IDLE = auto()  # it holds no blocks
     FETCHING = auto()  # the disk is read into its blocks
@@ -48,13 +48,13 @@ class State(Enum):
 
 
 @dataclass(slots=True)
-class Twin:
-    """The twin of a request.
+class Shadow:
+    """The shadow of a request.
 
     Attributes:
         slot: of the allocator.
         num_tokens, num_hashes: of the request, as the allocator knows them.
-        held: leading tokens whose blocks the twin holds or that are being copied.
+        held: leading tokens whose blocks the shadow holds or that are being copied.
         asked: tokens that vLLM had of its own when it asked last.
         job: load from the disk in flight; since when.
         tries: loads that failed.
@@ -91,15 +91,15 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class _Grows:
-    """A twin that gets blocks up to this number of tokens, in a row of a part."""
+    """A shadow that gets blocks up to this number of tokens, in a row of a part."""
 
-    twin: Twin
+    shadow: Shadow
     first: int
     end: int
 
 
 class Planner:
-    """The twins of all requests, and the orders of the next step."""
+    """The shadows of all requests, and the orders of the next step."""
 
     def __init__(self, host: HostAllocator, load_timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock`: seconds."""
@@ -108,18 +108,17 @@ class Planner:
         spec = host.replica.spec
         self._sizes = [group.block_size for group in spec.groups]
         self._hash_size, self._unit = spec.hash_block_size, spec.scheduler_block_size
-        self._no_hit = (
-            spec.max_model_len
-        )  # which no look-up finds: the row is answered with the hit, and changes nothing
+        # No look-up finds such a hit: a row that expects it is answered with the hit there is, and changes nothing.
+        self._no_hit = spec.max_model_len
         self._has_disk = bool(spec.tiers)
         self._timeout_s, self._clock = load_timeout_s, clock
-        self._twins: dict[str, Twin] = {}
-        self._by_slot: dict[int, Twin] = {}
+        self._shadows: dict[str, Shadow] = {}
+        self._by_slot: dict[int, Shadow] = {}
         self._news: list[News] = []
         self._free_slots: list[int] = []
         self._num_slots = 0
         self._loads: dict[str, list[Copies] | None] = {}
-        self._lost: set[int] = set()  # slots of twins that lost what they got in this step
+        self._lost: set[int] = set()  # slots of shadows that lost what they got in this step
         self._is_broken = False
         self._busy_since: tuple[tuple[int, int], float] | None = None  # how far copies and jobs were, and since when
 
@@ -127,68 +126,68 @@ class Planner:
 
     def matched(self, request: Request, num_computed: int) -> int | None:
         """Return how many tokens behind the computed ones are loaded; None: vLLM asks again with the next step."""
-        twin = None if request.skip_reading_prefix_cache else self._twin_of(request)
-        if twin is None:
+        shadow = None if request.skip_reading_prefix_cache else self._shadow_of(request)
+        if shadow is None:
             return 0
-        is_useless = twin.state is State.READY and twin.held <= num_computed  # vLLM's own hit has grown
-        if twin.state in (State.RUNNING, State.LOADING) or is_useless:  # it was preempted, or its load failed
-            self._end(twin, End.PREEMPTED)
-        if self._is_broken or twin.is_computed:
+        is_useless = shadow.state is State.READY and shadow.held <= num_computed  # vLLM's own hit has grown
+        if shadow.state in (State.RUNNING, State.LOADING) or is_useless:  # it was preempted, or its load failed
+            self._end(shadow, End.PREEMPTED)
+        if self._is_broken or shadow.is_computed:
             return 0
-        if twin.state is State.FETCHING and not self._has_arrived(twin):
+        if shadow.state is State.FETCHING and not self._has_arrived(shadow):
             return None
-        if twin.state is State.IDLE:
-            self._admit(twin, num_computed)
-        if twin.state is State.FETCHING:
+        if shadow.state is State.IDLE:
+            self._admit(shadow, num_computed)
+        if shadow.state is State.FETCHING:
             return None
-        twin.asked = num_computed
-        return max(0, twin.held - num_computed)
+        shadow.asked = num_computed
+        return max(0, shadow.held - num_computed)
 
-    def _has_arrived(self, twin: Twin) -> bool:
-        """Whether the disk has been read for a twin, or the time for that is over."""
+    def _has_arrived(self, shadow: Shadow) -> bool:
+        """Whether the disk has been read for a shadow, or the time for that is over."""
         self.host.open_if_ended()
         self._take_ends()
-        if twin.state is not State.FETCHING:
+        if shadow.state is not State.FETCHING:
             return True
-        if self._clock() - twin.since <= self._timeout_s:
+        if self._clock() - shadow.since <= self._timeout_s:
             return False
         self.counts.late_loads += 1
-        _log.warning("request %s is computed: the disk has not answered in time", twin.request.request_id)
-        twin.tries = MOST_LOADS
-        self._end(twin, End.PREEMPTED)
+        _log.warning("request %s is computed: the disk has not answered in time", shadow.request.request_id)
+        shadow.tries = MOST_LOADS
+        self._end(shadow, End.PREEMPTED)
         return True
 
-    def _admit(self, twin: Twin, num_computed: int) -> None:
-        """Let a twin hold a hit, if there is one that is longer than what vLLM has."""
-        flags = int(RowFlag.LOAD) if self._has_disk and twin.tries < MOST_LOADS else 0
-        if self._hit_of(twin, flags) <= num_computed:
+    def _admit(self, shadow: Shadow, num_computed: int) -> None:
+        """Let a shadow hold a hit, if there is one that is longer than what vLLM has."""
+        flags = int(RowFlag.LOAD) if self._has_disk and shadow.tries < MOST_LOADS else 0
+        if self._hit_of(shadow, flags) <= num_computed:
             return
-        row = AdmitRow(twin.slot, cap=0, min_new=0, flags=flags, expected_hit=ANY_HIT)
+        row = AdmitRow(shadow.slot, cap=0, min_new=0, flags=flags, expected_hit=ANY_HIT)
         result = self._apply(admits=[row])
         status = AdmitStatus(result.admit_status[0])
         if status is not AdmitStatus.GRANTED:
             self.counts.refused += status in (AdmitStatus.REFUSED, AdmitStatus.NEVER_FITS)
             return
-        twin.held, twin.since = result.admit_hit[0], self._clock()
-        twin.job = result.admit_job[0] if result.admit_job else 0
-        twin.state = State.FETCHING if twin.job else State.READY
+        shadow.held, shadow.since = result.admit_hit[0], self._clock()
+        shadow.job = result.admit_job[0] if result.admit_job else 0
+        shadow.state = State.FETCHING if shadow.job else State.READY
 
-    def _hit_of(self, twin: Twin, flags: int = 0, limit: int = UNLIMITED) -> int:
-        """Return the hit of a twin that holds nothing, in tokens: with the disk if `flags` has LOAD."""
-        row = AdmitRow(twin.slot, cap=0, min_new=0, flags=flags, expected_hit=self._no_hit, hit_limit=limit)
-        return self._apply([self._progress(twin)], admits=[row]).admit_hit[0]
+    def _hit_of(self, shadow: Shadow, flags: int = 0, limit: int = UNLIMITED) -> int:
+        """Return the hit of a shadow that holds nothing, in tokens: with the disk if `flags` has LOAD."""
+        row = AdmitRow(shadow.slot, cap=0, min_new=0, flags=flags, expected_hit=self._no_hit, hit_limit=limit)
+        return self._apply([self._progress(shadow)], admits=[row]).admit_hit[0]
 
     def take(self, request: Request, tables: Sequence[Sequence[int]], num_external: int) -> None:
-        """Copy the hit of a twin into the blocks that vLLM has taken for it."""
-        twin = self._twin_of(request)
-        if twin is None or twin.state is not State.READY or not num_external:
+        """Copy the hit of a shadow into the blocks that vLLM has taken for it."""
+        shadow = self._shadow_of(request)
+        if shadow is None or shadow.state is not State.READY or not num_external:
             return
-        copies = self._copies(twin, tables, twin.asked, twin.asked + num_external, to_device=True)
+        copies = self._copies(shadow, tables, shadow.asked, shadow.asked + num_external, to_device=True)
         if copies is None:
             self.counts.mismatched += 1
             _log.error("request %s is computed: its hit has other blocks than vLLM", request.request_id)
         self._loads[request.request_id] = copies
-        twin.state = State.LOADING
+        shadow.state = State.LOADING
         self.counts.loaded_tokens += num_external
 
     # -- what is computed --------------------------------------------------------------------------------------------
@@ -209,75 +208,75 @@ class Planner:
         return orders
 
     def _saves(self, output: SchedulerOutput) -> list[Copies]:
-        """Let twins hold what their requests compute in this step; returns what is copied for that."""
-        facts, runs, grows, new = list[Update](), list[RunRow](), list[_Grows](), list[tuple[Twin, int, int]]()
-        twins, unit, scheduled = self._twins, self._unit, output.num_scheduled_tokens
+        """Let shadows hold what their requests compute in this step; returns what is copied for that."""
+        facts, runs, grows, new = list[Update](), list[RunRow](), list[_Grows](), list[tuple[Shadow, int, int]]()
+        shadows, unit, scheduled = self._shadows, self._unit, output.num_scheduled_tokens
         for name, computed in _computed(output):
-            twin = twins.get(name)
-            if twin is None or computed + scheduled[name] < twin.held + unit:
+            shadow = shadows.get(name)
+            if shadow is None or computed + scheduled[name] < shadow.held + unit:
                 continue  # no block is full that was not: so are most decodes
-            end = self._end_of(twin, computed + scheduled[name])
+            end = self._end_of(shadow, computed + scheduled[name])
             if not end:
                 continue
-            if twin.state is State.FETCHING:
-                self._end(twin, End.PREEMPTED)
-            if twin.state is State.IDLE:
+            if shadow.state is State.FETCHING:
+                self._end(shadow, End.PREEMPTED)
+            if shadow.state is State.IDLE:
                 computed += -computed % self._unit  # whole units, of which vLLM has all blocks that follow
                 if computed <= end:
-                    new.append((twin, computed, end))
+                    new.append((shadow, computed, end))
                 continue
-            twin.state = State.RUNNING
-            if end > twin.held:
-                facts.append(self._progress(twin))
-                runs.append((twin.slot, end - twin.num_tokens, 0, -1, 0, 0))
-                grows.append(_Grows(twin, twin.held, end))
+            shadow.state = State.RUNNING
+            if end > shadow.held:
+                facts.append(self._progress(shadow))
+                runs.append((shadow.slot, end - shadow.num_tokens, 0, -1, 0, 0))
+                grows.append(_Grows(shadow, shadow.held, end))
         done = [granted > 0 for granted in self._apply(facts, runs).granted] if runs else []
         for one in new:
             is_done, grown = self._begin(*one)
             done.append(is_done)
             grows.append(grown)
         self._lost.clear()
-        found = [(one.twin, self._grown(one, is_done, output)) for one, is_done in zip(grows, done, strict=True)]
-        return list(chain.from_iterable(copies for twin, copies in found if twin.slot not in self._lost))
+        found = [(one.shadow, self._grown(one, is_done, output)) for one, is_done in zip(grows, done, strict=True)]
+        return list(chain.from_iterable(copies for shadow, copies in found if shadow.slot not in self._lost))
 
-    def _begin(self, twin: Twin, computed: int, end: int) -> tuple[bool, _Grows]:
-        """Let a twin that holds nothing hold what its request has, and what it computes."""
-        hit = self._hit_of(twin, limit=computed)
+    def _begin(self, shadow: Shadow, computed: int, end: int) -> tuple[bool, _Grows]:
+        """Let a shadow that holds nothing hold what its request has, and what it computes."""
+        hit = self._hit_of(shadow, limit=computed)
         cap = end - computed
-        row = AdmitRow(twin.slot, external=computed - hit, cap=cap, min_new=0, expected_hit=hit, hit_limit=computed)
+        row = AdmitRow(shadow.slot, external=computed - hit, cap=cap, min_new=0, expected_hit=hit, hit_limit=computed)
         status = self._apply(admits=[row]).admit_status[0]
-        return status == AdmitStatus.GRANTED, _Grows(twin, hit, end)
+        return status == AdmitStatus.GRANTED, _Grows(shadow, hit, end)
 
-    def _end_of(self, twin: Twin, end: int) -> int:
-        """Return up to where a twin follows: whole units of tokens whose hashes are known."""
-        end = min(end, len(twin.request.block_hashes) * self._hash_size, twin.request.num_tokens)
+    def _end_of(self, shadow: Shadow, end: int) -> int:
+        """Return up to where a shadow follows: whole units of tokens whose hashes are known."""
+        end = min(end, len(shadow.request.block_hashes) * self._hash_size, shadow.request.num_tokens)
         return end - end % self._unit
 
     def _grown(self, one: _Grows, is_done: bool, output: SchedulerOutput) -> list[Copies]:
-        """Return what is copied to the new blocks of a twin. It ends without room, or if vLLM has lost a block."""
-        twin, state = one.twin, output.kv_connector_block_state
-        if twin.slot in self._lost:
+        """Return what is copied to the new blocks of a shadow. It ends without room, or if vLLM has lost a block."""
+        shadow, state = one.shadow, output.kv_connector_block_state
+        if shadow.slot in self._lost:
             return []
         if not is_done:
             self.counts.refused += 1
-            self._end(twin, End.PREEMPTED)
+            self._end(shadow, End.PREEMPTED)
             return []
-        twin.state, twin.held = State.RUNNING, one.end
-        theirs = _tables(state, twin.request.request_id)
-        copies = self._copies(twin, theirs, one.first, one.end)
+        shadow.state, shadow.held = State.RUNNING, one.end
+        theirs = _tables(state, shadow.request.request_id)
+        copies = self._copies(shadow, theirs, one.first, one.end)
         if copies is None:
             self.counts.unsaved += 1
-            self._lose(twin, one.first)
+            self._lose(shadow, one.first)
         return copies or []
 
-    def _lose(self, twin: Twin, first: int) -> None:
-        """Forget the new blocks of a twin, which will not be written, with all twins that hold one of them."""
+    def _lose(self, shadow: Shadow, first: int) -> None:
+        """Forget the new blocks of a shadow, which will not be written, with all shadows that hold one of them."""
         fresh = {
             block
-            for row, size in zip(self.host.tables(twin.slot), self._sizes, strict=True)
+            for row, size in zip(self.host.tables(shadow.slot), self._sizes, strict=True)
             for block in row[first // size :]
         } - {0}
-        others = [one for one in self._twins.values() if one.state is not State.FETCHING]
+        others = [one for one in self._shadows.values() if one.state is not State.FETCHING]
         holders = [one for one in others if not fresh.isdisjoint(chain(*self.host.tables(one.slot)))]
         self._lost.update(one.slot for one in holders)
         self._apply([Update(one.slot, end=End.PREEMPTED) for one in holders], cache=Cache(evicted=sorted(fresh)))
@@ -285,12 +284,12 @@ class Planner:
             one.state, one.held = State.IDLE, 0
 
     def _copies(
-        self, twin: Twin, tables: Sequence[Sequence[int]], first: int, end: int, to_device: bool = False
+        self, shadow: Shadow, tables: Sequence[Sequence[int]], first: int, end: int, to_device: bool = False
     ) -> list[Copies] | None:
         """Return the pairs of full blocks between these tokens, by group; None if what is written has a block that what
         is read lacks.
         """
-        found, ours = list[Copies](), self.host.tables(twin.slot)
+        found, ours = list[Copies](), self.host.tables(shadow.slot)
         for group, size in enumerate(self._sizes):
             at = slice(first // size, end // size)
             device, host = tables[group][at], ours[group][at]
@@ -305,12 +304,12 @@ class Planner:
     # -- what has ended ----------------------------------------------------------------------------------------------
 
     def finish(self, request: Request) -> None:
-        """A request has ended: its twin too, when its load has."""
-        twin = self._twins.get(request.request_id)
-        if twin is not None and twin.state is State.LOADING:
-            twin.is_over = True
-        elif twin is not None:
-            self._end(twin, End.FREE)
+        """A request has ended: its shadow too, when its load has."""
+        shadow = self._shadows.get(request.request_id)
+        if shadow is not None and shadow.state is State.LOADING:
+            shadow.is_over = True
+        elif shadow is not None:
+            self._end(shadow, End.FREE)
 
     def report(self, progress: Progress | None, loaded: Iterable[str], failed: Iterable[str]) -> None:
         """Take what the workers have reported."""
@@ -320,25 +319,25 @@ class Planner:
                 self._is_broken = True
                 _log.error("the tiers are left alone: a copy failed; see the log of the workers")
         for name in failed:
-            if (twin := self._twins.get(name)) is not None:
-                twin.is_computed = True
+            if (shadow := self._shadows.get(name)) is not None:
+                shadow.is_computed = True
         for name in loaded:
-            twin = self._twins.get(name)
-            if twin is not None and twin.state is State.LOADING:
-                twin.state = State.RUNNING
-                if twin.is_over:
-                    self._end(twin, End.FREE)
+            shadow = self._shadows.get(name)
+            if shadow is not None and shadow.state is State.LOADING:
+                shadow.state = State.RUNNING
+                if shadow.is_over:
+                    self._end(shadow, End.FREE)
 
     def reset(self) -> bool:
         """Forget all that is stored; returns False while a request loads or waits for a load, while a copy of a request
         that has ended runs, or if the disk cannot forget.
         """
         busy = (State.LOADING, State.FETCHING)
-        if any(twin.state in busy for twin in self._twins.values()):
+        if any(shadow.state in busy for shadow in self._shadows.values()):
             return False
-        for twin in list(self._twins.values()):
-            if twin.state is not State.IDLE:
-                self._end(twin, End.PREEMPTED)
+        for shadow in list(self._shadows.values()):
+            if shadow.state is not State.IDLE:
+                self._end(shadow, End.PREEMPTED)
         is_done = self._apply(cache=Cache(reset=True)).reset_done
         return is_done and self.host.forget()
 
@@ -353,45 +352,45 @@ class Planner:
             self._busy_since = state, now
         return now - self._busy_since[1] <= self._timeout_s
 
-    # -- twins -------------------------------------------------------------------------------------------------------
+    # -- shadows -------------------------------------------------------------------------------------------------------
 
-    def _twin_of(self, request: Request) -> Twin | None:
-        """Return the twin of a request, a new one if it has none; None where there is none."""
-        twin = self._twins.get(request.request_id)
-        if twin is not None and twin.request is request:
-            return twin
-        if twin is not None:
-            self._end(twin, End.FREE)  # the id is used again
-        if self._is_broken or request.resumable or len(self._twins) >= MOST_TWINS:
+    def _shadow_of(self, request: Request) -> Shadow | None:
+        """Return the shadow of a request, a new one if it has none; None where there is none."""
+        shadow = self._shadows.get(request.request_id)
+        if shadow is not None and shadow.request is request:
+            return shadow
+        if shadow is not None:
+            self._end(shadow, End.FREE)  # the id is used again
+        if self._is_broken or request.resumable or len(self._shadows) >= MOST_SHADOWS:
             return None
         slot = self._free_slots.pop() if self._free_slots else self._num_slots
         self._num_slots = max(self._num_slots, slot + 1)
         prompt = max(1, min(request.num_prompt_tokens, request.num_tokens))
         digests = request.block_hashes[: prompt // self._hash_size]
-        twin = Twin(slot, request, prompt, len(digests))
-        self._twins[request.request_id] = self._by_slot[slot] = twin
+        shadow = Shadow(slot, request, prompt, len(digests))
+        self._shadows[request.request_id] = self._by_slot[slot] = shadow
         self._news.append(
             News([slot], [prompt], num_hashes=[len(digests)], hashes=b"".join(digests), request_id=[request.request_id])
         )
-        return twin
+        return shadow
 
-    def _progress(self, twin: Twin) -> Update:
+    def _progress(self, shadow: Shadow) -> Update:
         """Return the row with the tokens and hashes that the request has gained."""
-        if any(news.slot[0] == twin.slot for news in self._news) and twin.request.num_tokens > twin.num_tokens:
+        if any(news.slot[0] == shadow.slot for news in self._news) and shadow.request.num_tokens > shadow.num_tokens:
             self._apply()
-        appended, twin.num_tokens = twin.request.num_tokens - twin.num_tokens, twin.request.num_tokens
-        digests = twin.request.block_hashes[twin.num_hashes : twin.num_tokens // self._hash_size]
-        twin.num_hashes += len(digests)
-        return Update(twin.slot, appended=appended, digests=digests)
+        appended, shadow.num_tokens = shadow.request.num_tokens - shadow.num_tokens, shadow.request.num_tokens
+        digests = shadow.request.block_hashes[shadow.num_hashes : shadow.num_tokens // self._hash_size]
+        shadow.num_hashes += len(digests)
+        return Update(shadow.slot, appended=appended, digests=digests)
 
-    def _end(self, twin: Twin, end: End, evicted: Sequence[int] = ()) -> None:
-        """End a twin (FREE), or let it hold nothing (PREEMPTED)."""
-        if twin.state is not State.IDLE or end is End.FREE:
-            self._apply([Update(twin.slot, end=end)], cache=Cache(evicted=list(evicted)))
-        twin.state, twin.held, twin.job = State.IDLE, 0, 0
+    def _end(self, shadow: Shadow, end: End, evicted: Sequence[int] = ()) -> None:
+        """End a shadow (FREE), or let it hold nothing (PREEMPTED)."""
+        if shadow.state is not State.IDLE or end is End.FREE:
+            self._apply([Update(shadow.slot, end=end)], cache=Cache(evicted=list(evicted)))
+        shadow.state, shadow.held, shadow.job = State.IDLE, 0, 0
         if end is End.FREE:
-            del self._twins[twin.request.request_id], self._by_slot[twin.slot]
-            self._free_slots.append(twin.slot)
+            del self._shadows[shadow.request.request_id], self._by_slot[shadow.slot]
+            self._free_slots.append(shadow.slot)
 
     def _apply(
         self,
@@ -400,7 +399,7 @@ class Planner:
         admits: Sequence[AdmitRow] = (),
         cache: Cache | None = None,
     ) -> PartResult:
-        """Apply one part. The twins that it preempts, since their load failed, hold nothing any more."""
+        """Apply one part. The shadows that it preempts, since their load failed, hold nothing any more."""
         news, self._news = self._news, []
         known = [one for one in facts if one.appended or one.digests or one.end]
         if news and known:
@@ -416,9 +415,9 @@ class Planner:
         """Take the ends of loads from the disk."""
         done, preempted = self.host.take_ends()
         for job in done:
-            for twin in self._by_slot.values():
-                if twin.job == job and twin.state is State.FETCHING:
-                    twin.state, twin.job = State.READY, 0
+            for shadow in self._by_slot.values():
+                if shadow.job == job and shadow.state is State.FETCHING:
+                    shadow.state, shadow.job = State.READY, 0
                     self.counts.fetched_loads += 1
         for slot in preempted:
             one = self._by_slot.get(slot)
