@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvplane.base.step import Budget, End, OnRefusal, Part, RowFlag, Watermark
+from kvplane.base.step import Budget, End, OnRefusal, Part, RowFlag, Step, StepResult, Watermark
+from kvplane_service.decisions.text import operation_lines
 from tests.core.builders import (
     GRANTED,
     NEVER_FITS,
@@ -259,3 +262,55 @@ def test_admission_of_a_running_or_held_request_leaves_later_rows_admitted():
     result = engine.step(Part(admit=admit_row(0, 1, 2)))[0]
     assert result.admit_status == [NOT_WAITING, NOT_WAITING, GRANTED]
     assert engine.table(0) == before
+
+
+# -- what a refused row needs ------------------------------------------------------------------------------------------
+
+NEEDS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "full": (full(), {}, {}),
+    "hit": (full(), {}, {"text": "aaaabbbb" + "c" * 30}),
+    "reserved": (full(), {}, {"reserved": 3}),
+    "watermark": (full(), {"watermark_blocks": 2}, {"watermark": Watermark.ALWAYS}),
+    "whole sequence": (full(), {}, {"cap": 4, "flags": FULL_FIT}),
+    "lookahead": (full(), {}, {"lookahead": 5}),
+    "external": (full(), {}, {"external": 8, "flags": RowFlag.DELAY_CACHING}),
+    "window": (window(6), {}, {"cap": 24}),
+    "states": (state(8), {}, {}),
+}
+
+
+@pytest.mark.parametrize("kind", NEEDS)
+def test_a_refused_row_says_how_many_blocks_had_to_be_free(kind):
+    """In a pool with that number of free blocks it is granted."""
+    group, changes, row = NEEDS[kind]
+    row, running, refused = dict(row), list(zip((0, 2, 3, 4, 5, 6), "defghi", strict=True)), []
+    text = row.pop("text", "c" * 40)
+    for num_blocks in range(4, 100):
+        engine = Engine(group, num_blocks=num_blocks, **changes)
+        if not all(engine.admit(slot, "aaaabbbb" + letter * 20).status is GRANTED for slot, letter in running):
+            continue
+        engine.idle()
+        engine.add(1, text)
+        free, result = engine.num_free, section(engine, 1, **row)
+        if result.admit_status == [GRANTED]:
+            break
+        refused.append((result.admit_status[0], result.admit_needed[0]))
+        assert result.admit_needed[0] > (num_blocks - 1 if result.admit_status == [NEVER_FITS] else free)
+    assert not result.admit_needed
+    assert refused[-1] == (REFUSED, free)
+
+
+def test_rows_that_are_not_refused_need_nothing():
+    engine = waiting("a" * 20, "b" * 16, "cccc")
+    part = Part(admit=admit_row(0, 1, 2, on_refusal=OnRefusal.SKIP))
+    result = engine.step(part)[0]
+    assert outcome(result) == [(GRANTED, 20), (REFUSED, 0), (GRANTED, 4)]
+    assert result.admit_needed == [0, 4, 0]
+    lines = list(operation_lines(Step(1, 1, [part]), StepResult(1, 0, [result], 0)))
+    assert "admit slot 1: refused, hit 0, 0 tokens, needs 4 blocks" in lines
+    assert "2 blocks free" in lines
+
+
+def test_a_row_that_never_fits_says_what_the_request_holds_alone():
+    result = section(waiting("a" * 41), 0)
+    assert (outcome(result), result.admit_needed) == ([(NEVER_FITS, 0)], [11])

@@ -141,7 +141,8 @@ class TestAllocating:
             [[]],
         )
         assert world.host.replica.free_blocks == free
-        assert world.allocate("b").status is AllocationStatus.REFUSED
+        refused = world.allocate("b")
+        assert (refused.status, refused.needed) == (AllocationStatus.REFUSED, free + 1)
         world.apply(FreeCall("a"))
         assert world.allocate("b", list(range(1000, 1048))).status is AllocationStatus.GRANTED
 

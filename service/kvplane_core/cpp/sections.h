@@ -430,6 +430,7 @@ struct PartResultFields {
     Column num_hashes;  // u32, any number
     Column admit_job;  // u64, default 0
     Column admit_tier_tokens;  // u32, default 0
+    Column admit_needed;  // u32, default 0
 };
 inline constexpr SectionColumn<PartResultFields> kPartResultColumns[] = {
     {"granted", &PartResultFields::granted, 1, kU32, false, {}},
@@ -444,6 +445,7 @@ inline constexpr SectionColumn<PartResultFields> kPartResultColumns[] = {
     {"num_hashes", &PartResultFields::num_hashes, 12, kU32, false, {}},
     {"admit_job", &PartResultFields::admit_job, 21, kU64, true, 0},
     {"admit_tier_tokens", &PartResultFields::admit_tier_tokens, 20, kU32, true, 0},
+    {"admit_needed", &PartResultFields::admit_needed, 25, kU32, true, 0},
 };
 constexpr const auto& ColumnsOf(const PartResultFields&) { return kPartResultColumns; }
 

@@ -319,7 +319,7 @@ class StepApplier {
         if (const Int wanted_free = blocks_.FreeWanted(admission); wanted_free > blocks_.pool.num_free()) {
             // With a shorter hit, if the row permits it.
             if (wanted_free >= kForever && blocks_.pool.IsUnused() && blocks_.GiveUp(hit)) return TryAdmit(row, at);
-            return Refusal(slot, Entry(rows.encoder_tokens, row, 0));
+            return Refuse(row, at, wanted_free);
         }
         blocks_.Admit(admission, &fresh_);
         requests_.Start(slot);
@@ -353,8 +353,8 @@ class StepApplier {
         Admission admission = AdmissionOf(row, 0, Entry(admit_->flags, row, 0), &hit);
         admission.lookahead = 0;
         admission.delay_caching = admission.full_fit = true;
-        if (blocks_.FreeWanted(admission) + static_cast<Int>(plan->missing.size()) > blocks_.pool.num_free())
-            return Refusal(slot, Entry(admit_->encoder_tokens, row, 0));
+        const Int wanted_free = blocks_.FreeWanted(admission) + static_cast<Int>(plan->missing.size());
+        if (wanted_free > blocks_.pool.num_free()) return Refuse(row, at, wanted_free);
         const Int job = tier_loads_.Begin(admission, plan, &fresh_);
         requests_.Start(slot);
         tracker_.NoteGrant(slot, 0, seq_);
@@ -425,9 +425,14 @@ class StepApplier {
         return admission;
     }
 
-    Int Refusal(Int slot, Int num_encoder) const {
+    // Reports how many blocks a row needs that has too few.
+    Int Refuse(size_t row, size_t at, Int free_wanted) {
         const Int usable = blocks_.spec.num_blocks - 1 - static_cast<Int>(blocks_.pool.reserved.size());
-        return blocks_.BlocksWhenAlone(requests_.num_tokens[slot], num_encoder) > usable ? kNeverFits : kRefused;
+        const Int num_tokens = requests_.num_tokens[admit_->slot[row]];
+        const Int alone = blocks_.BlocksWhenAlone(num_tokens, Entry(admit_->encoder_tokens, row, 0));
+        const bool never_fits = alone > usable;
+        SetOfRow(&result_.admit_needed, at, std::min(never_fits ? alone : free_wanted, kUnlimited));
+        return never_fits ? kNeverFits : kRefused;
     }
 
     Coordinator& blocks_;

@@ -7,7 +7,7 @@ gets the least of what it wants and what the budgets leave; a preempted row's to
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableSequence, Sequence
 from dataclasses import replace
 
 from kvplane.base.declined import WhyDeclined
@@ -236,7 +236,7 @@ class StepApplier:
         result.admit_status += [int(AdmitStatus.NOT_REACHED)] * left
         for column in (result.admit_hit, result.admit_granted, result.admit_single_group_hit):
             column += [0] * left
-        for column in (result.admit_load_after, result.admit_job, result.admit_tier_tokens):
+        for column in self._rare_columns():
             if column:
                 column += [0] * left
 
@@ -248,7 +248,7 @@ class StepApplier:
         result.admit_hit.append(0)
         result.admit_granted.append(0)
         result.admit_single_group_hit.append(0)
-        for column in (result.admit_load_after, result.admit_job, result.admit_tier_tokens):
+        for column in self._rare_columns():
             if column:
                 column.append(0)
         if self._requests.running[slot] or self._requests.held[slot]:
@@ -298,7 +298,7 @@ class StepApplier:
         if free_wanted > self._blocks.pool.num_free:
             if free_wanted >= NEVER and self._blocks.pool.is_unused and self._blocks.give_up(hit):
                 return self._admit_row(row, at)  # with a shorter hit, if the row permits it
-            return self._refusal(row)
+            return self._refuse(row, at, free_wanted)
         self.new_blocks = new = self._blocks.admit(admission)
         requests.start(slot)
         requests.computed[slot] = start + wanted
@@ -330,8 +330,9 @@ class StepApplier:
             return AdmitStatus.DEFERRED
         # No keys are registered before the load is done, and none of its blocks is zeroed or copied.
         admission = replace(self._admission(row, 0, hit), lookahead=0, delay_caching=True, full_fit=True)
-        if self._blocks.free_wanted(admission) + len(plan.missing) > self._blocks.pool.num_free:
-            return self._refusal(row)
+        free_wanted = self._blocks.free_wanted(admission) + len(plan.missing)
+        if free_wanted > self._blocks.pool.num_free:
+            return self._refuse(row, at, free_wanted)
         job, self.new_blocks, filled = loads.begin(admission, plan)
         requests.start(slot)
         self._tracker.note_grants([slot], [0], self._seq)
@@ -348,6 +349,11 @@ class StepApplier:
             column = getattr(self._result, name) or [0] * len(self._result.admit_status)
             column[at] = value
             setattr(self._result, name, column)
+
+    def _rare_columns(self) -> tuple[MutableSequence[int], ...]:
+        """Return the columns of admit rows that are empty while all their entries are 0."""
+        result = self._result
+        return result.admit_load_after, result.admit_job, result.admit_tier_tokens, result.admit_needed
 
     def _report_admission(self, at: int, new: Sequence[list[int]], slot: int) -> None:
         number = len(self._result.granted) + at
@@ -384,10 +390,13 @@ class StepApplier:
             loaded_groups=row.skip_zero_groups,
         )
 
-    def _refusal(self, row: AdmitRow) -> AdmitStatus:
+    def _refuse(self, row: AdmitRow, at: int, free_wanted: int) -> AdmitStatus:
+        """Report how many blocks a row needs that has too few."""
         alone = self._blocks.blocks_when_alone(self._requests.num_tokens[row.slot], row.encoder_tokens)
         usable = self._blocks.spec.num_blocks - 1 - len(self._blocks.pool.reserved)
-        return AdmitStatus.NEVER_FITS if alone > usable else AdmitStatus.REFUSED
+        never_fits = alone > usable
+        self._set_of_row("admit_needed", at, min(alone if never_fits else free_wanted, UNLIMITED))
+        return AdmitStatus.NEVER_FITS if never_fits else AdmitStatus.REFUSED
 
 
 def align_chunk(coordinator: Coordinator, slot: int, start: int, wanted: int, most: int = UNLIMITED) -> int:

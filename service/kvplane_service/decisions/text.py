@@ -8,6 +8,7 @@ from kvplane.base.declined import Declined, WhyDeclined
 from kvplane.base.prefetch import NO_REQUEST, Prefetch, Prefetched, PrefetchOutcome
 from kvplane.base.retain import Retain, Retained, RetainOutcome
 from kvplane.base.step import AdmitStatus, Cache, End, Orders, Part, PartResult, Step, StepResult
+from kvplane.base.values import UNLIMITED
 
 _SHOWN = 8  # numbers of a list in a line
 
@@ -57,6 +58,7 @@ def _part_lines(part: Part, result: PartResult) -> Iterator[str]:
         amounts += (
             f", {_tokens(result.admit_tier_tokens[row])} of it loaded" if _at(result.admit_tier_tokens, row) else ""
         )
+        amounts += _needed(_at(result.admit_needed, row))
         yield f"admit slot {slot}: {status}, {amounts}{_blocks(blocks, len(result.granted) + row)}"
     yield from _declined_lines(part.admit.slot, result.declined)
     yield from _order_lines(result.orders)
@@ -130,12 +132,22 @@ def _fact_lines(part: Part) -> Iterator[str]:
         yield f"fact slot {slot}: {', '.join(said) or 'nothing'}"
 
 
+def _needed(count: int) -> str:
+    if count == UNLIMITED:
+        return ", needs superblocks that are wholly free"
+    return f", needs {_count(count, 'block')}" if count else ""
+
+
 def _at(column: Sequence[int], row: int) -> int:
     return column[row] if column else 0
 
 
 def _tokens(count: int) -> str:
-    return "1 token" if count == 1 else f"{count} tokens"
+    return _count(count, "token")
+
+
+def _count(count: int, what: str) -> str:
+    return f"1 {what}" if count == 1 else f"{count} {what}s"
 
 
 def _blocks(blocks: dict[int, dict[int, list[int]]], row: int) -> str:

@@ -94,6 +94,7 @@ def encode_allocated(answer: Allocated) -> bytes:
         granted_tokens=answer.granted,
         single_group_hit=answer.single_group_hit,
         load_after=answer.load_after,
+        needed_blocks=answer.needed,
         preempted=answer.preempted,
         num_hashes=answer.hashes.count,
         last_hash=answer.hashes.last,

@@ -169,6 +169,7 @@ class Allocated:
     granted: int
     single_group_hit: int
     load_after: int
+    needed: int
     new_blocks: list[list[int]]
     table: list[list[int]]
     preempted: list[str]

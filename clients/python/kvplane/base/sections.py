@@ -716,6 +716,12 @@ class PartResult:
     retained: Retained = field(default_factory=Retained)
     """Of each row of Part.retain."""
 
+    admit_needed: MutableSequence[int] = field(default_factory=list)
+    """u32 per admit row, empty = 0 for each. Of a row with status REFUSED: number of blocks that had to be free, with
+    those that it has to leave free; 4294967295 where no number is enough (a split pool without a whole superblock for a
+    state). Of a row with status NEVER_FITS: the most blocks that the request holds at one time.
+    """
+
 
 class AdmitRow(NamedTuple):
     """One row of `Admit`, with the default of each column that the section leaves out."""

@@ -679,7 +679,7 @@ class AllocateSlotsRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[MutationHeader, _Mapping]] = ..., request_id: _Optional[str] = ..., content: _Optional[_Union[RequestContent, _Mapping]] = ..., computed_tokens: _Optional[int] = ..., appended: _Optional[_Union[AppendedTokens, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., extra_tokens: _Optional[int] = ..., lookahead_tokens: _Optional[int] = ..., external_tokens: _Optional[int] = ..., in_flight_tokens: _Optional[int] = ..., delay_caching: bool = ..., full_fit: bool = ..., encoder_tokens: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., watermark: _Optional[_Union[WatermarkUse, str]] = ..., expected_hit_tokens: _Optional[int] = ..., victims: _Optional[_Iterable[str]] = ..., unaligned: bool = ...) -> None: ...
 
 class AllocateSlotsResponse(_message.Message):
-    __slots__ = ("status", "hit_tokens", "granted_tokens", "single_group_hit", "new_blocks", "block_table", "preempted", "result", "num_hashes", "last_hash", "load_after")
+    __slots__ = ("status", "hit_tokens", "granted_tokens", "single_group_hit", "new_blocks", "block_table", "preempted", "result", "num_hashes", "last_hash", "load_after", "needed_blocks")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GRANTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -691,6 +691,7 @@ class AllocateSlotsResponse(_message.Message):
     NUM_HASHES_FIELD_NUMBER: _ClassVar[int]
     LAST_HASH_FIELD_NUMBER: _ClassVar[int]
     LOAD_AFTER_FIELD_NUMBER: _ClassVar[int]
+    NEEDED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     status: AllocationStatus
     hit_tokens: int
     granted_tokens: int
@@ -702,7 +703,8 @@ class AllocateSlotsResponse(_message.Message):
     num_hashes: int
     last_hash: bytes
     load_after: int
-    def __init__(self, status: _Optional[_Union[AllocationStatus, str]] = ..., hit_tokens: _Optional[int] = ..., granted_tokens: _Optional[int] = ..., single_group_hit: _Optional[int] = ..., new_blocks: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ..., block_table: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ..., preempted: _Optional[_Iterable[str]] = ..., result: _Optional[_Union[MutationResult, _Mapping]] = ..., num_hashes: _Optional[int] = ..., last_hash: _Optional[bytes] = ..., load_after: _Optional[int] = ...) -> None: ...
+    needed_blocks: int
+    def __init__(self, status: _Optional[_Union[AllocationStatus, str]] = ..., hit_tokens: _Optional[int] = ..., granted_tokens: _Optional[int] = ..., single_group_hit: _Optional[int] = ..., new_blocks: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ..., block_table: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ..., preempted: _Optional[_Iterable[str]] = ..., result: _Optional[_Union[MutationResult, _Mapping]] = ..., num_hashes: _Optional[int] = ..., last_hash: _Optional[bytes] = ..., load_after: _Optional[int] = ..., needed_blocks: _Optional[int] = ...) -> None: ...
 
 class CommitBlocksRequest(_message.Message):
     __slots__ = ("header", "request_id", "computed_tokens", "appended", "commit_tokens")

@@ -270,6 +270,7 @@ PART_RESULT = Section(
         Column("num_hashes", by_row=False),
         Column("admit_job", U64),
         Column("admit_tier_tokens"),
+        Column("admit_needed"),
     ),
     others=(
         Other("last_hash", "digests", []),

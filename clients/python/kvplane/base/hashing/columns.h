@@ -66,6 +66,7 @@ constexpr Column kPartResult[] = {
     {"admit_load_after", 18, 8, 2},
     {"admit_tier_tokens", 20, 4, 2},
     {"admit_job", 21, 8, 2},
+    {"admit_needed", 25, 4, 2},
 };
 
 constexpr size_t kNumBlocks = sizeof kBlocks / sizeof kBlocks[0];
