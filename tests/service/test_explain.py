@@ -480,6 +480,7 @@ def test_explain_refused_request():
     explanation = desk.why_request("b")
     assert explanation.status is AdmitStatus.REFUSED
     assert explanation.why.cause is Cause.DIFFERS
+    assert explanation.needed > explanation.free
 
 
 def test_explain_request_older_than_the_log():

@@ -125,6 +125,7 @@ class Attempt:
         hit: tokens of the hit.
         epoch, seq, at_ns: number of the engine life, step number, and time in nanoseconds of the attempt.
         passed: a longer hit of the tiers, which was not loaded; None if there was none.
+        needed, free: blocks that a refused row needed, and those that were free after its part.
     """
 
     request: Known
@@ -135,6 +136,8 @@ class Attempt:
     seq: int
     at_ns: int
     passed: PassedOver | None = None
+    needed: int = 0
+    free: int = 0
 
 
 @dataclass(slots=True)
@@ -373,8 +376,9 @@ class HistoryReader:
         if self._name in (None, request.name):
             then = replace(self._count(piece.part.admit.slot[row]), digests=list(request.digests))
             when = (step.epoch, step.seq, piece.decision.at_ns)
-            passed = _passed_over(result, row)
-            self.history.attempts[request.name] = Attempt(then, at, status, result.admit_hit[row], *when, passed)
+            needed = result.admit_needed[row] if result.admit_needed else 0
+            blocks = _passed_over(result, row), needed, result.free_blocks if needed else 0
+            self.history.attempts[request.name] = Attempt(then, at, status, result.admit_hit[row], *when, *blocks)
         if status is AdmitStatus.GRANTED:
             request.admitted_at = min(request.admitted_at, at)
             external = piece.part.admit.external[row] if piece.part.admit.external else 0

@@ -39,6 +39,7 @@ class Explanation:
         is_complete: the decision log reaches back to the registration of the replica.
         status, seq, epoch: outcome, step number and number of the engine life (the time of one epoch) of the explained
             admission attempt; not set for a prompt.
+        needed, free: blocks that the attempt needed and that were free, if it was refused.
     """
 
     num_tokens: int
@@ -48,6 +49,8 @@ class Explanation:
     status: AdmitStatus = AdmitStatus.NOT_REACHED
     seq: int = 0
     epoch: int = 0
+    needed: int = 0
+    free: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +217,10 @@ def _explain_attempt(host: ReplicaHost, attempt: Attempt, history: History, pres
         why = explainer.passed_over(passed, min(attempt.hit, account.hit))
     else:
         why = with_hit_checked(explainer.why(question, account), account, attempt.hit)
-    return Explanation(request.num_tokens, account, why, is_complete, attempt.status, attempt.seq, attempt.epoch)
+    blocks = attempt.needed, attempt.free
+    return Explanation(
+        request.num_tokens, account, why, is_complete, attempt.status, attempt.seq, attempt.epoch, *blocks
+    )
 
 
 def _alternatives(history: History, prompt: Prompt) -> Iterator[tuple[ExtraKeys, Sequence[bytes]]]:

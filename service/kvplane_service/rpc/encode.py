@@ -406,5 +406,7 @@ def encode_explanation(host: ReplicaHost, found: Explanation) -> admin_pb2.Expla
         admit_status=int(found.status),
         admit_seq=found.seq,
         admit_epoch=found.epoch,
+        admit_needed=found.needed,
+        admit_free=found.free,
         log_is_complete=found.is_complete,
     )

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvplane.base.errors import InvalidArgument
+from kvplane.base.values import UNLIMITED
 from kvplane_tools.cli.client import client_of, grpcurl_line
 from kvplane_tools.cli.options import TABLE, Grpcurl, Output, Replica, RequestName
-from kvplane_tools.cli.output import age, columns, show, word
+from kvplane_tools.cli.output import age, columns, counted, show, word
 from kvplane_tools.cli.query.prompt import Domain, Lora, Salt, Tokens, content_of
 
 if TYPE_CHECKING:
@@ -115,6 +116,9 @@ def _lines(answer: ExplainResponse) -> Iterator[str]:
         rows.append((str(group.group), kind, str(group.hit_tokens), mark))
     yield columns(rows)
     yield f"cause: {sentence(answer)}"
+    if answer.admit_needed:
+        needed = counted(answer.admit_needed, "block") if answer.admit_needed < UNLIMITED else "whole superblocks"
+        yield f"the admission was refused: it needed {needed}, {answer.admit_free} were free"
     if not answer.log_is_complete:
         yield "the decision log does not reach back to the registration of the replica"
 
