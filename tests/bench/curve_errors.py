@@ -26,7 +26,6 @@ from kvplane.v1.replica_pb2 import ModelSource
 from kvplane_service.config import Config
 from kvplane_service.decisions.recording import MAGIC, header_of, message_of, write_frame
 from kvplane_service.registry import Registration, Registry
-from tests.service.inprocess import InProcessTransport
 from kvplane_service.rpc.sources import plan_source
 from kvplane_tools.replay.engine import Engine
 from kvplane_tools.replay.fleet import Fleet
@@ -35,6 +34,7 @@ from kvplane_tools.replay.pools import Curve, curve_of
 from kvplane_tools.replay.workloads import TraceFile
 from tests.bench.machine import machine_line
 from tests.conftest import workloads_folder, workloads_line
+from tests.service.inprocess import InProcessTransport
 
 RESULTS = Path(__file__).parent / "results" / "curve_errors.md"
 MOST = 3.0  # percentage points
@@ -54,9 +54,9 @@ MODELS = {
 HEAD = """\
 # Curves of kvplane mrc against the pools themselves
 
-`python -m tests.bench.curve_errors`: {machine}. The first {requests} requests of each trace; a cell is the predicted share
-of tokens that hit, the share that the pool of this size hit, and their difference in percentage points. The pool of 1x is
-the recorded one.
+`python -m tests.bench.curve_errors`: {machine}. The first {requests} requests of each trace; a cell is the predicted
+share of tokens that hit, the share that the pool of this size hit, and their difference in percentage points. The pool
+of 1x is the recorded one.
 
 | trace | model | recorded blocks | 0.25x | 0.5x | 1x | 2x | 4x | curve, CPU s |
 |---|---|---|---|---|---|---|---|---|
