@@ -21,7 +21,7 @@ import heapq
 import logging
 import math
 import secrets
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -127,7 +127,7 @@ class Decisions:
         self._fleet, self.settings, self._clock = fleet, settings, clock
         self._chooser = Chooser(Random(secrets.randbits(64)))
         self._prior = Prior(settings.prefill_tokens_per_s, settings.decode_s)
-        self._bookings: dict[str, Booking] = {}
+        self._bookings = OrderedDict[str, Booking]()  # whose first one is found at once, however many have ended
         self._of_owner = Counter[str]()  # bookings
         self._expected: dict[str, tuple[float, str]] = {}  # by decision: until when, at which place
         self._due: list[tuple[float, str]] = []  # a heap of these times, and of some that have changed since
@@ -213,9 +213,8 @@ class Decisions:
             load_s=work.trust * self._load_s(claim),
         )
         used = place.device_entries / place.capacity if place.capacity else 0.0
-        waiting = len(work.waiting(around.now_s))
         weighted = min((claim.expected + TIER_WEIGHT * (claim.host + claim.disk)) / num_tokens, 1.0)
-        return Option(claim.place, weighted, waiting, work.in_flight, min(used, 1.0), cost)
+        return Option(claim.place, weighted, work.waiting(around.now_s), work.in_flight, min(used, 1.0), cost)
 
     def _load_s(self, claim: PlaceClaim) -> float:
         settings = self.settings

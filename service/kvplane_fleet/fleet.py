@@ -14,6 +14,7 @@ from kvplane.base.events import domain_mask
 from kvplane.base.step import NO_EXTRA_KEYS, ExtraKeys
 from kvplane.rpc.access import Access
 from kvplane_fleet.domains import Domain
+from kvplane_fleet.follow.inbox import Inbox
 from kvplane_fleet.follow.order import SourceOrder
 from kvplane_fleet.follow.replica_source import PLAIN, ReplicaSource
 from kvplane_fleet.follow.zmq_source import ZmqSource
@@ -197,8 +198,9 @@ class Fleet:
             replica = ReplicaSource(settings.service, settings.name, place, self._access)
             self.followed[settings.name] = one = Followed(place, replica)
             return one
-        order = SourceOrder(place, place.faults, can_replay=settings.replay is not None)
-        source = ZmqSource((settings.events, settings.replay), settings.topic, order, place.faults)
+        inbox = Inbox(place)
+        order = SourceOrder(inbox, place.faults, can_replay=settings.replay is not None)
+        source = ZmqSource((settings.events, settings.replay), settings.topic, order, inbox)
         self.followed[settings.name] = one = Followed(place, source, order)
         return one
 

@@ -18,6 +18,7 @@ from kvplane_fleet.index import Index
 from kvplane_fleet.native import NativeIndex
 from kvplane_fleet.returns import Returns
 from kvplane_fleet.settings import PlaceSettings
+from kvplane_fleet.slices import SLICE, Sliced, finished
 from kvplane_fleet.wire.events import (
     KEY_BYTES,
     WHOLE_KEY_BYTES,
@@ -78,15 +79,19 @@ class Place:
     # -- ingest ------------------------------------------------------------------------------------------------------
 
     def apply(self, payload: bytes) -> None:
+        """Apply the next batch at once, see `applying`."""
+        finished(self.applying(payload))
+
+    def applying(self, payload: bytes) -> Sliced[None]:
         """Apply the next batch. If it cannot be read, any entry may have been removed, and all are."""
         self._decoder.want_tokens, self._decoder.want_extra = self.proof.wants_tokens, self.proof.wants_extra
-        batch = self._decoder.decode(payload)
+        batch = yield from self._decoder.decoding(payload)
         if batch is None:
             self._remove_all()
-            return
-        self.apply_batch(batch)
+        else:
+            yield from self.applying_batch(batch)
 
-    def apply_batch(self, batch: Batch) -> None:
+    def applying_batch(self, batch: Batch) -> Sliced[None]:
         """Apply a batch that is decoded."""
         self.batches += 1
         self.events += len(batch.events)
@@ -97,7 +102,9 @@ class Place:
             if self._rank not in (None, batch.rank):
                 self.faults.count(Fault.RANK_CHANGED)
             self._rank = batch.rank
-        for event in batch.events:
+        for number, event in enumerate(batch.events, 1):
+            if number % SLICE == 0:
+                yield
             if isinstance(event, Stored):
                 self._store(event)
             elif isinstance(event, Removed):

@@ -9,9 +9,8 @@ time that a prompt's tokens took is that since the first token of the prompt bef
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Iterator
+import heapq
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
 from kvplane_fleet.costs import EngineCosts
@@ -63,6 +62,12 @@ class Booking:
     owner: str = ""
 
     @property
+    def presumed_s(self) -> float:
+        """When it counts as computed, if nothing is reported."""
+        began_s = self.started_s if self.started_s is not None else self.at_s
+        return began_s + max(UNREPORTED_S, 2 * self.first_token_s)
+
+    @property
     def claimed(self) -> int:
         """Tokens that the place was claimed to have, in any tier."""
         return self.expected + self.loaded
@@ -104,12 +109,77 @@ class Truth:
     unreported: int = 0
 
 
+class Queue:
+    """The prompts of one place that wait for their first token, in the order of their bookings. A call costs the same
+    however many wait.
+
+    A prompt counts as computed although it was not reported if nothing is reported of this place, or a later prompt
+    was, and engines begin with the oldest.
+    """
+
+    def __init__(self) -> None:
+        self._waiting = OrderedDict[str, Booking]()
+        self._sum_s = 0.0  # to compute them
+        self._answered_s: float | None = None  # when the last prompt was booked whose first token was reported
+        self._due: list[tuple[float, str]] = []  # a heap of the times `presumed_s`, some of which have changed since
+        self._overdue: list[tuple[float, str]] = []  # a heap of times of bookings, for which this time has passed
+
+    def add(self, one: Booking) -> None:
+        """A prompt was booked, the last one of all."""
+        self._waiting[one.name] = one
+        self._sum_s += one.miss_s
+        heapq.heappush(self._due, (one.presumed_s, one.name))
+
+    def remove(self, one: Booking) -> None:
+        """A prompt has its first token, has ended, or is forgotten."""
+        if self._waiting.pop(one.name, None) is not None:
+            self._sum_s = self._sum_s - one.miss_s if self._waiting else 0.0
+
+    def answered(self, one: Booking) -> None:
+        """The first token of a prompt was reported."""
+        self._answered_s = max(self._answered_s or 0.0, one.at_s)
+
+    def length(self, now_s: float) -> int:
+        """Return how many wait."""
+        self._sweep(now_s)
+        return len(self._waiting)
+
+    def seconds(self, now_s: float, token_s: float) -> float:
+        """Return the seconds until all have their first token; `token_s` is when the last one came."""
+        if not self.length(now_s):
+            return 0.0
+        first = next(iter(self._waiting.values()))
+        since_s = now_s - max(token_s, first.at_s)
+        return max(first.miss_s - since_s, 0.0) + self._sum_s - first.miss_s
+
+    def _sweep(self, now_s: float) -> None:
+        """Remove what counts as computed."""
+        while self._due and self._due[0][0] <= now_s:
+            one = self._waiting.get(heapq.heappop(self._due)[1])
+            if one is not None:
+                self._wait_again(one, now_s)
+        while self._overdue and (self._answered_s is None or self._overdue[0][0] < self._answered_s):
+            one = self._waiting.get(heapq.heappop(self._overdue)[1])
+            if one is not None and one.presumed_s <= now_s:
+                self.remove(one)
+            elif one is not None:
+                self._wait_again(one, now_s)
+
+    def _wait_again(self, one: Booking, now_s: float) -> None:
+        """Put a prompt, which may have begun since, into the heap in which it belongs."""
+        if one.presumed_s > now_s:
+            heapq.heappush(self._due, (one.presumed_s, one.name))
+        else:
+            heapq.heappush(self._overdue, (one.at_s, one.name))
+
+
 class Work:
     """The booked prompts of one place.
 
     Attributes:
         costs: the place's fitted costs.
         truth: the place's claims and what they became.
+        in_flight: prompts that have not ended.
         trust: mean share of recent claims that came true; where memory is short, content leaves before its prompt
             comes.
     """
@@ -117,33 +187,22 @@ class Work:
     def __init__(self, costs: EngineCosts) -> None:
         self.costs, self.truth = costs, Truth()
         self.trust = 1.0
-        self._open: dict[str, Booking] = {}
-        self._answered_s = -math.inf  # when the last prompt was booked whose first token was reported
+        self._queue = Queue()
+        self.in_flight = 0
         self._token_s = 0.0  # when the last first token came
 
-    def __iter__(self) -> Iterator[Booking]:
-        return iter(self._open.values())
-
-    @property
-    def in_flight(self) -> int:
-        """Prompts that have not ended."""
-        return len(self._open)
-
-    def waiting(self, now_s: float) -> list[Booking]:
-        """Return the prompts that wait for their first token, the oldest first."""
-        return [one for one in self._open.values() if one.token_s is None and not self._is_presumed(one, now_s)]
+    def waiting(self, now_s: float) -> int:
+        """Return how many prompts wait for their first token."""
+        return self._queue.length(now_s)
 
     def queue_s(self, now_s: float) -> float:
         """Return the seconds until all prompts that wait have their first token."""
-        waiting = self.waiting(now_s)
-        if not waiting:
-            return 0.0
-        since = now_s - max(self._token_s, waiting[0].at_s)
-        return max(waiting[0].miss_s - since, 0.0) + sum(one.miss_s for one in waiting[1:])
+        return self._queue.seconds(now_s, self._token_s)
 
     def book(self, one: Booking) -> None:
         """Add a prompt."""
-        self._open[one.name] = one
+        self._queue.add(one)
+        self.in_flight += 1
         self.truth.decisions += 1
 
     def start(self, one: Booking, at_s: float) -> None:
@@ -160,7 +219,8 @@ class Work:
         load_s = one.load_s if cached > one.expected else 0.0
         self.costs.take_prefill(max(one.num_tokens - cached, 1), cached, max(at_s - began - load_s, 0.0))
         one.token_s, one.in_flight = at_s, self.in_flight
-        self._answered_s = max(self._answered_s, one.at_s)
+        self._queue.remove(one)
+        self._queue.answered(one)
         self._token_s = max(self._token_s, at_s)
         self.truth.regret_s += max(at_s - one.at_s - max(one.best_other_s, 0.0), 0.0)
 
@@ -179,20 +239,16 @@ class Work:
 
     def end(self, one: Booking, at_s: float, output_tokens: int) -> None:
         """A prompt has ended."""
-        del self._open[one.name]
+        self._leave(one)
         if one.token_s is not None and output_tokens > 1:
             mean = (one.in_flight + self.in_flight + 1) / 2
             self.costs.take_decode(output_tokens - 1, mean, at_s - one.token_s)
 
     def forget(self, one: Booking) -> None:
         """No client reports on a prompt."""
-        del self._open[one.name]
+        self._leave(one)
         self.truth.unreported += 1
 
-    def _is_presumed(self, one: Booking, now_s: float) -> bool:
-        """Return whether a prompt counts as computed although it was not reported: nothing is reported of this place,
-        or a later prompt was, and engines begin with the oldest.
-        """
-        began = one.started_s if one.started_s is not None else one.at_s
-        is_reported = self.costs.samples > 0 and self._answered_s <= one.at_s
-        return not is_reported and now_s >= began + max(UNREPORTED_S, 2 * one.first_token_s)
+    def _leave(self, one: Booking) -> None:
+        self._queue.remove(one)
+        self.in_flight -= 1

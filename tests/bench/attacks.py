@@ -3,28 +3,27 @@
     python -m tests.bench.attacks [--seconds N]     N seconds each (60); writes tests/bench/results/attacks.md
     python -m tests.bench.attacks --attack NAME     some of the attacks, without writing
 
-A router follows a place of one owner and a place of another. The victim asks where a prompt of 64 tokens belongs every
-20 ms; the attacker is a process of its own: a hostile engine, or what its token permits. Memory is the most that is
-resident, above that before the attack. The null server has gRPC as the router does, and follows the same publishers,
-but answers every call with nothing, and drops what is published: what the machine, gRPC and ZeroMQ cost by themselves.
+A router follows a place of one owner and a place of another. The victim asks where a prompt of 64 tokens belongs; the
+attacker is a process of its own: a hostile engine, or what its token permits. The null server has gRPC as the router
+does, and follows the same publishers, but answers every call with nothing, and drops what is published.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import http.server
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -37,20 +36,15 @@ from kvplane.v1 import routing_pb2 as pb
 from kvplane.v1.routing_pb2_grpc import RoutingStub
 from kvplane_fleet.follow.zmq_source import MAX_MESSAGE_BYTES, RECEIVE_QUEUE
 from kvplane_service.auth.tokens import line_of, new_token
-from tests.bench.machine import machine_line
+from tests.bench.attacked import Served, tabulate
 from tests.router.engine import BLOCK, DOMAIN
 from tests.router.test_costs_of_payloads import PAYLOADS
 from tests.store.servers import free_port
 
-RESULTS = Path(__file__).parent / "results"
-MOST_MB, MOST_MS, TIMES = (
-    200,
-    50.0,
-    5,
-)  # the goals: memory above quiet; p99, or this many times that of the quiet router
 VICTIM = pb.ScoreRequest(model="m", prompt=pb.Prompt(token_ids=list(range(4 * BLOCK))))
 BODY_BYTES = (32 << 20) - 4096
 OWNERS = "victim: {replicas: ['victim/*']}\nattacker: {scopes: [read, events, report], replicas: ['attacker/*']}\n"
+DONE = Counter[str]()  # by this attacker
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +76,7 @@ def _publish(target: Target, payloads: Sequence[bytes], pause_s: float) -> None:
     socket.bind(target.events)
     for sequence in range(1 << 40):
         socket.send_multipart([b"", sequence.to_bytes(8, "big"), payloads[sequence % len(payloads)]])
+        DONE["messages"] += 1
         time.sleep(pause_s)
 
 
@@ -96,6 +91,11 @@ def flood(target: Target) -> None:
     _publish(target, [msgspec.msgpack.encode([1.0, [event], 0])], 0.0)
 
 
+def _follow(target: Target) -> None:
+    """Let the router follow the attacker's place: it asks and hashes for no other."""
+    threading.Thread(target=_publish, args=(target, [stored(range(4 * BLOCK))], 1.0), daemon=True).start()
+
+
 def _repeated(target: Target, times: int, call: Callable[[RoutingStub, grpc.Channel], object]) -> None:
     """Make a call repeatedly, in threads."""
 
@@ -105,6 +105,7 @@ def _repeated(target: Target, times: int, call: Callable[[RoutingStub, grpc.Chan
         while True:
             with suppress(grpc.RpcError):
                 call(stub, channel)
+                DONE["calls"] += 1
 
     threads = [threading.Thread(target=repeat) for _ in range(times)]
     for one in threads:
@@ -148,8 +149,9 @@ def bodies(target: Target) -> None:
 
 class _Drips(http.server.BaseHTTPRequestHandler):
     def do_POST(self) -> None:
+        DONE["questions"] += 1
         self.send_response(200)
-        self.send_header("content-length", "1000000")
+        self.send_header("content-length", "60000")
         self.end_headers()
         with suppress(OSError):
             while True:
@@ -165,6 +167,7 @@ def slow(target: Target) -> None:
     """An engine whose answers to /tokenize drip, asked for 32 texts at a time."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", target.http_port), _Drips)
     threading.Thread(target=server.serve_forever, daemon=True).start()
+    _follow(target)
     body = b'{"model":"n","prompt":"a text"}'
     _repeated(target, 32, lambda _, channel: _process(target, channel, body))
 
@@ -180,6 +183,7 @@ def owners(target: Target) -> None:
 
 def prompts(target: Target) -> None:
     """An owner that scores prompts of a million tokens of one byte each."""
+    _follow(target)
     request = pb.ScoreRequest(model="n", prompt=pb.Prompt(token_ids=[1] * 1_000_000))
     _repeated(target, 8, lambda stub, _: stub.Score(request, metadata=target.metadata, timeout=10))
 
@@ -235,155 +239,78 @@ async def serve_nothing(events: Sequence[str]) -> None:
 # -- measuring
 
 
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """Waits of the victim in ms, and resident MB, before and under an attack; and whether it was still served."""
-
-    quiet: Sequence[float]
-    attacked: Sequence[float]
-    quiet_mb: float
-    most_mb: float
-    failed: int
-
-    @property
-    def above_mb(self) -> float:
-        """Memory above that of the quiet server."""
-        return self.most_mb - self.quiet_mb
-
-    @property
-    def holds(self) -> bool:
-        """Whether the goals are met."""
-        return self.above_mb <= MOST_MB and p99(self.attacked) <= max(TIMES * p99(self.quiet), MOST_MS)
-
-
-def p99(values: Sequence[float]) -> float:
-    """The 99th percentile."""
-    return sorted(values)[int(0.99 * (len(values) - 1))]
-
-
-class Server:
-    """A router, or the null server, and the publisher of the victim's place."""
-
-    def __init__(self, folder: Path, is_null: bool) -> None:
-        ports = [free_port() for _ in range(3)]
-        self.good, evil = (f"tcp://127.0.0.1:{port}" for port in ports[:2])
-        tokens = {name: new_token() for name in ("victim", "attacker")}
-        (folder / "owners").write_text(OWNERS)
-        (folder / "tokens").write_text("".join(f"{line_of(token, name)}\n" for name, token in tokens.items()))
-        endpoint = f"http://127.0.0.1:{ports[2]}"
-        places = [
-            {"name": "victim/0", "model": "m", "events": self.good},
-            {"name": "attacker/0", "model": "n", "events": evil, "endpoint": endpoint},
-        ]
-        (folder / "places.yaml").write_text(json.dumps({"places": places, "router": {"warm_up_s": 1}}))
-        command = [sys.executable, "-m", "kvplane_tools", "router", str(folder / "places.yaml")]
-        command += ["--listen", "127.0.0.1:0", "--set", f"auth_owners={folder / 'owners'}"]
-        command += ["--set", f"auth_tokens={folder / 'tokens'}", "--set", "log_level=ERROR"]
-        if is_null:
-            command = [sys.executable, "-m", "tests.bench.attacks", "--null", self.good, evil]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        address = self.process.stdout.readline().split()[-1]
-        self.victim = Target(address, tokens["victim"], self.good, 0)
-        self.target = Target(address, tokens["attacker"], evil, ports[2])
-
-    def resident_mb(self, what: str = "VmRSS") -> float:
-        """Resident memory now, or with VmHWM at most."""
-        found = re.search(rf"{what}:\s+(\d+)", Path(f"/proc/{self.process.pid}/status").read_text())
-        return int(found[1]) / 1024 if found else 0.0
-
-
 @contextmanager
-def started(is_null: bool) -> Iterator[Server]:
-    """A server whose victim's place has the prompt."""
-    with tempfile.TemporaryDirectory() as folder:
-        server = Server(Path(folder), is_null)
-        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
-        socket.bind(server.good)
-        time.sleep(2)
-        prompt = list(VICTIM.prompt.token_ids)
-        event = {
-            "type": "BlockStored", "block_hashes": DOMAIN.keys(prompt), "parent_block_hash": None, "group_idx": 0,
-            "token_ids": prompt, "block_size": BLOCK, "medium": "GPU", "kv_cache_spec_kind": "full_attention",
-        }  # fmt: skip
-        socket.send_multipart([b"", bytes(8), msgspec.msgpack.encode([1.0, [event], 0])])
-        try:
-            yield server
-        finally:
-            server.process.kill()
-            server.process.wait()
-            socket.close(linger=0)
-
-
-def waits(server: Server, seconds: float) -> tuple[list[float], int]:
-    """Let the victim call for some seconds; returns its waits in ms, and how many calls failed."""
-    found, failed, end = list[float](), 0, time.monotonic() + seconds
-    with server.victim.channel() as channel:
-        stub = RoutingStub(channel)
-        while time.monotonic() < end:
-            began = time.perf_counter()
+def started(attack: str, is_null: bool) -> Iterator[Served]:
+    """A router, or the null server, whose victim's place has the prompt."""
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
+    ports = [free_port() for _ in range(3)]
+    good, evil = (f"tcp://127.0.0.1:{port}" for port in ports[:2])
+    tokens = {name: new_token() for name in ("victim", "attacker")}
+    with tempfile.TemporaryDirectory() as folder, closing(socket):
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.bind(good)
+        command = [sys.executable, "-m", "tests.bench.attacks", "--null", good, evil]
+        if not is_null:
+            command = _router(Path(folder), tokens, good, evil, ports[2])
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             try:
-                stub.Score(VICTIM, metadata=server.victim.metadata, timeout=60)
-            except grpc.RpcError:
-                failed += 1
-            found.append(1000 * (time.perf_counter() - began))
-            time.sleep(0.02)
-    return found, failed
+                assert process.stdout is not None
+                address = process.stdout.readline().split()[-1]
+                time.sleep(2)
+                socket.send_multipart([b"", bytes(8), stored(VICTIM.prompt.token_ids)])
+                victim = Target(address, tokens["victim"], good, 0)
+                words = [attack, address, tokens["attacker"], evil, str(ports[2])]
+                run = [sys.executable, "-m", "tests.bench.attacks", "--run", *words]
+                with victim.channel() as channel:
+                    stub = RoutingStub(channel)
+                    call = partial(stub.Score, VICTIM, metadata=victim.metadata, timeout=60)
+                    yield Served(process.pid, call, lambda seconds: [*run, str(seconds)])
+            finally:
+                process.kill()
 
 
-def measure(attack: str, seconds: float, is_null: bool) -> Figures:
-    """One attack on one server."""
-    with started(is_null) as server:
-        quiet, _ = waits(server, 4)
-        quiet_mb, target = server.resident_mb(), server.target
-        words = [attack, target.address, target.token, target.events, str(target.http_port)]
-        attacker = subprocess.Popen([sys.executable, "-m", "tests.bench.attacks", "--run", *words])
-        try:
-            time.sleep(2)
-            attacked, failed = waits(server, seconds)
-            return Figures(quiet, attacked, quiet_mb, server.resident_mb("VmHWM"), failed)
-        finally:
-            attacker.kill()
-            attacker.wait()
+def _router(folder: Path, tokens: Mapping[str, str], good: str, evil: str, port: int) -> list[str]:
+    """The command of a router that follows the publishers."""
+    (folder / "owners").write_text(OWNERS)
+    (folder / "tokens").write_text("".join(f"{line_of(token, name)}\n" for name, token in tokens.items()))
+    places = [
+        {"name": "victim/0", "model": "m", "events": good},
+        {"name": "attacker/0", "model": "n", "events": evil, "endpoint": f"http://127.0.0.1:{port}"},
+    ]
+    (folder / "places.yaml").write_text(json.dumps({"places": places, "router": {"warm_up_s": 1}}))
+    settings = [f"auth_owners={folder / 'owners'}", f"auth_tokens={folder / 'tokens'}", "log_level=ERROR"]
+    command = [sys.executable, "-m", "kvplane_tools", "router", str(folder / "places.yaml"), "--listen", "127.0.0.1:0"]
+    return [*command, *(word for one in settings for word in ("--set", one))]
 
 
-def row(attack: str, router: Figures, null: Figures) -> str:
-    """A line of the table."""
-    said = (ATTACKS[attack].__doc__ or "").splitlines()[0].rstrip(".")
-    router_ms = f"{p99(router.quiet):.1f} | {p99(router.attacked):.1f}"
-    null_ms = f"{null.above_mb:.0f} | {p99(null.quiet):.1f} | {p99(null.attacked):.1f}"
-    verdict = "yes" if router.holds else "no"
-    return f"| {attack} | {said} | {router.above_mb:.0f} | {router_ms} | {router.failed} | {null_ms} | {verdict} |"
+def stored(prompt: Sequence[int]) -> bytes:
+    """The payload of an engine that has stored a prompt."""
+    event = {
+        "type": "BlockStored", "block_hashes": DOMAIN.keys(prompt), "parent_block_hash": None, "group_idx": 0,
+        "token_ids": list(prompt), "block_size": BLOCK, "medium": "GPU", "kv_cache_spec_kind": "full_attention",
+    }  # fmt: skip
+    return msgspec.msgpack.encode([1.0, [event], 0])
+
+
+def attack(words: Sequence[str]) -> None:
+    """Make one attack for some seconds."""
+    name, address, token, events, port, seconds = words
+    target = Target(address, token, events, int(port))
+    threading.Thread(target=ATTACKS[name], args=(target,), daemon=True).start()
+    time.sleep(float(seconds))
+    print(json.dumps(DONE), flush=True)
+    os._exit(0)
 
 
 def main() -> None:
     """Measure, or be one of the processes that this needs."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--attack", action="append", choices=ATTACKS, help="one attack (all); may be repeated")
-    parser.add_argument("--run", nargs=5, help=argparse.SUPPRESS)
-    parser.add_argument("--null", nargs="+", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.null:
-        asyncio.run(serve_nothing(given.null))
-    elif given.run:
-        attack, *words = given.run
-        ATTACKS[attack](Target(words[0], words[1], words[2], int(words[3])))
-        os._exit(0)
+    if sys.argv[1:2] == ["--null"]:
+        asyncio.run(serve_nothing(sys.argv[2:]))
+    elif sys.argv[1:2] == ["--run"]:
+        attack(sys.argv[2:])
     else:
-        head = (
-            "| attack | | router: MB above quiet | p99 ms: quiet | attacked | failed | null server: MB above quiet "
-            "| p99 ms: quiet | attacked | goal |"
-        )
-        lines = [head, "|---" * 10 + "|"]
-        for attack in given.attack or ATTACKS:
-            lines.append(row(attack, *(measure(attack, given.seconds, is_null) for is_null in (False, True))))
-            print(lines[-1], flush=True)
-        goal = f"Goal: at most {MOST_MB} MB, and a p99 of at most {MOST_MS:.0f} ms or {TIMES} times the quiet one."
-        text = f"{__doc__}\n{machine_line()}; {given.seconds:g} s each. {goal}\n\n" + "\n".join(lines) + "\n"
-        if not given.attack:
-            (RESULTS / "attacks.md").write_text(text)
-        print(text)
+        said = {name: (one.__doc__ or "").splitlines()[0].rstrip(".") for name, one in ATTACKS.items()}
+        tabulate(said, [partial(started, is_null=is_null) for is_null in (False, True)], "attacks.md", __doc__ or "")
 
 
 if __name__ == "__main__":

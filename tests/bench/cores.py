@@ -25,7 +25,7 @@ from kvplane.base.step import Admit, AdmitStatus, End, Facts, News, OnRefusal, P
 from kvplane_core.face.interface import ReplicaCore
 from kvplane_core.face.native import NativeReplica
 from kvplane_core.spec.replica import Replica
-from kvplane_service.process import gc_policy
+from kvplane_service.runtime import interpreter
 from tests.bench.machine import machine_line
 from tests.bench.objects import ObjectPool
 
@@ -245,7 +245,7 @@ def main() -> None:
     parser.add_argument("--no-write", action="store_true", help="print only")
     parser.add_argument("--quick", action="store_true", help="leave out the pool of ten million blocks")
     arguments = parser.parse_args()
-    gc_policy.apply()
+    interpreter.tune()
     lines = ["# The compiled core", "", machine_line(), "", *goal_rows(arguments.quick), "", *decode_rows()]
     text = "\n".join(lines) + "\n"
     print(text)

@@ -32,8 +32,8 @@ from kvplane_core.face.state import digest
 from kvplane_service.config import Config
 from kvplane_service.decisions.log import Entry
 from kvplane_service.decisions.packed_log import LogBudget
-from kvplane_service.process import gc_policy
 from kvplane_service.replicas.host import ReplicaHost, new_replica
+from kvplane_service.runtime import interpreter
 from kvplane_service.telemetry.tracing import Tracing
 from tests.bench.machine import machine_line
 
@@ -232,7 +232,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--no-write", action="store_true")
     arguments = parser.parse_args()
-    gc_policy.apply()
+    interpreter.tune()
     results = measure_all(arguments.pairs, arguments.steps)
     text = table(results)
     sys.stdout.write(text)

@@ -28,9 +28,9 @@ from kvplane.base.groups import DENSE_RETENTION, GroupKind, GroupSpec, ReplicaSp
 from kvplane.base.step import Admit, End, Facts, News, Part, Step
 from kvplane_core.spec.replica import Replica
 from kvplane_service.config import Config
-from kvplane_service.process import gc_policy
 from kvplane_service.replicas.recovery import Recovering
 from kvplane_service.replicas.stamps import Contents
+from kvplane_service.runtime import interpreter
 from kvplane_service.store.interface import BlockingStore, LogName
 from kvplane_service.store.journal import ReplicaJournal
 from kvplane_service.store.memory import MemoryStore
@@ -129,7 +129,7 @@ def read(store: BlockingStore) -> int:
 def recover(spec: ReplicaSpec, store: BlockingStore, stamps: tuple[int, ...]) -> tuple[Replica, float]:
     """A new replica with all entries that the stamps verify, and the seconds without the creation of the empty pool."""
     replica = Replica(spec)
-    gc_policy.apply()
+    interpreter.tune()
     begin = time.process_time()
     log = load_log(store, LOG)
     Recovering(1, Contents(1), loading=False, entries=log.entries()).prove(replica, stamps)

@@ -43,6 +43,7 @@ from kvplane_fleet.fleet import Fleet as Places
 from kvplane_fleet.fleet import Prompt
 from kvplane_fleet.policies import Chooser, Option, Policy
 from kvplane_fleet.settings import PlaceSettings, RouterSettings
+from kvplane_fleet.slices import finished
 from kvplane_fleet.wire.events import Batch, GroupFormat, Removed, Stored, Tier
 from kvplane_tools.replay.engine import Engine
 from kvplane_tools.replay.fleet import Arriving, Fleet
@@ -334,8 +335,8 @@ class Router:
     def publish(self, at_s: float, place: str, events: Sequence[CacheEvent]) -> None:
         """The events of a step reach the index later."""
         found = [self._event(one) for one in events]
-        apply = self._places.followed[place].place.apply_batch
-        self.time.later(at_s + DELAY_S, lambda: apply(Batch(at_s, found)))
+        applying = self._places.followed[place].place.applying_batch
+        self.time.later(at_s + DELAY_S, lambda: finished(applying(Batch(at_s, found))))
 
     def _event(self, one: CacheEvent) -> Stored | Removed:
         keys = keys_of(b"".join(one.hashes), self._scheme.digest.size) if one.hashes else []

@@ -25,8 +25,8 @@ from kvplane.base.session import OpenRequest
 from kvplane.base.step import Admit, Budget, End, Facts, News, Part, Run, Step
 from kvplane_service.config import Config
 from kvplane_service.decisions.packed_log import LogBudget
-from kvplane_service.process import gc_policy
 from kvplane_service.replicas.host import ReplicaHost, new_replica
+from kvplane_service.runtime import interpreter
 from tests.bench.machine import machine, machine_line
 from tests.bench.peer.models import MODELS, Model
 from tests.core.specification import specification_of
@@ -267,7 +267,7 @@ def main() -> None:
     parser.add_argument("--loads", nargs="*", default=list(LOADS))
     parser.add_argument("--no-write", action="store_true")
     given = parser.parse_args()
-    gc_policy.apply()
+    interpreter.tune()
     cells, loops = list[Cell](), list[int]()
     for model in (model for model in MODELS if model.name in given.models):
         for load in given.loads:

@@ -25,8 +25,8 @@ from kvplane.base.session import OpenRequest
 from kvplane.base.step import Admit, End, Facts, News, Part, Run, Step
 from kvplane_core.face.state import digest
 from kvplane_service.config import Config
-from kvplane_service.process import gc_policy
 from kvplane_service.replicas.host import ReplicaHost, new_replica
+from kvplane_service.runtime import interpreter
 from kvplane_service.store.interface import BlockingStore, LogName
 from kvplane_service.store.journal import ReplicaJournal
 from kvplane_service.store.record import ROW_BYTES
@@ -110,7 +110,7 @@ def cost(steps: int, pairs: int) -> str:
     with tempfile.TemporaryDirectory() as folder:
         store = SqliteStore(Path(folder) / "entries.db")
         sides = Decoding(None), Decoding(store)
-        gc_policy.apply()
+        interpreter.tune()
         turns(sides, steps)  # warm
         for _ in range(pairs):
             off_ns, on_ns = turns(sides, steps)

@@ -11,6 +11,7 @@ from kvplane_fleet.domains import Domain
 from kvplane_fleet.fleet import Fleet, Prompt
 from kvplane_fleet.places import Place
 from kvplane_fleet.settings import PlaceSettings, RouterSettings
+from kvplane_fleet.slices import finished
 from kvplane_fleet.wire.events import Batch, Evidence, GroupFormat, Removed, Stored, Tier
 
 BLOCK = 16
@@ -58,12 +59,12 @@ class Scene:
             for group, form in enumerate(self.groups)
             if only in (None, group)
         ]
-        self.place(name).apply_batch(Batch(0.0, events))
+        finished(self.place(name).applying_batch(Batch(0.0, events)))
 
     def removes(self, name: str, prompt: Sequence[int], only: int | None = None) -> None:
         keys = DOMAIN.keys(prompt)
         groups = [group for group in range(len(self.groups)) if only in (None, group)]
-        self.place(name).apply_batch(Batch(0.0, [Removed(group, Tier.DEVICE, keys) for group in groups]))
+        finished(self.place(name).applying_batch(Batch(0.0, [Removed(group, Tier.DEVICE, keys) for group in groups])))
 
     def score(self, prompt: Sequence[int], book: bool = False, **asked: object) -> Decision:
         ask = Ask("m", Prompt(prompt), book=book, **asked)  # type: ignore[arg-type]

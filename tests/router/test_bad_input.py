@@ -22,6 +22,7 @@ from kvplane_fleet.faults import Fault
 from kvplane_fleet.fleet import Fleet, Prompt
 from kvplane_fleet.router.messages import MAX_TOKENS, decode_ask
 from kvplane_fleet.settings import PlaceSettings
+from kvplane_fleet.slices import finished
 from kvplane_fleet.wire.events import Batch, Cleared, Removed, Stored, Tier
 from tests.router.fleets import BLOCK, DOMAIN, FULL, NO_EVENTS, Scene, chosen, tokens
 from tests.router.fuzz import Fuzzer
@@ -47,7 +48,7 @@ def test_clears_without_end_cost_little_and_touch_no_other_place():
         for prompt in prompts:
             scene.stores(name, prompt)
     for _ in range(5000):
-        scene.place("a").apply_batch(Batch(1.0, [Cleared()] * 4))
+        finished(scene.place("a").applying_batch(Batch(1.0, [Cleared()] * 4)))
     assert scene.place("a").entries == 0
     assert scene.place("b").entries == 20 * 50
     assert scene.score(prompts[0]).places[0].claim.tokens == 49 * BLOCK
@@ -57,8 +58,8 @@ def test_a_removal_before_its_store_and_twice_is_counted_each_time():
     scene, keys = Scene("a"), DOMAIN.keys(tokens(1, 3))
     place = scene.place("a")
     for _ in range(2):
-        place.apply_batch(Batch(1.0, [Removed(0, Tier.DEVICE, keys)]))
-    place.apply_batch(Batch(1.0, [Stored(0, Tier.DEVICE, keys, FULL), Removed(0, Tier.DEVICE, keys)]))
+        finished(place.applying_batch(Batch(1.0, [Removed(0, Tier.DEVICE, keys)])))
+    finished(place.applying_batch(Batch(1.0, [Stored(0, Tier.DEVICE, keys, FULL), Removed(0, Tier.DEVICE, keys)])))
     assert place.faults.counts[Fault.REMOVAL_UNKNOWN] == 6
     assert place.entries == 0
 
@@ -131,7 +132,8 @@ def test_two_thousand_places_are_scored_together():
     for number in range(2000):
         place = fleet.add(PlaceSettings(f"p{number}", events=NO_EVENTS, model="m")).place
         place.proof.domain = DOMAIN
-        place.apply_batch(Batch(1.0, [Stored(0, Tier.DEVICE, DOMAIN.keys(prompt[: BLOCK * (number % 31)]), FULL)]))
+        keys = DOMAIN.keys(prompt[: BLOCK * (number % 31)])
+        finished(place.applying_batch(Batch(1.0, [Stored(0, Tier.DEVICE, keys, FULL)])))
     found = fleet.claims("m", Prompt([*prompt, 1]))
     assert [one.tokens for one in found] == sorted((BLOCK * (number % 31) for number in range(2000)), reverse=True)
 

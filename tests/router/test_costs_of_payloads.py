@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import struct
 import time
 import tracemalloc
@@ -65,6 +66,13 @@ def of_blocks(size, count=4):
     return with_field("token_ids", array(number) + b"\x01" * number, block_size=size, block_hashes=hashes)
 
 
+def each(event, most=1 << 16):
+    """A batch of as many events as are allowed, of one key each."""
+    one = encode(event)
+    number = min(SIZE // len(one), most)
+    return batch(number, b"".join(encode([*event[:1], [key << 40 | key], *event[2:]]) for key in range(number)))[:SIZE]
+
+
 NOTHING = array(SIZE - 300) + b"\x90" * (SIZE - 300)
 PAYLOADS = {
     "events that are none": many(b"\x90"),
@@ -93,8 +101,14 @@ PAYLOADS = {
     "blocks with 192 divisors": of_blocks(360360),
     "blocks with 72 divisors": of_blocks(10080),
     "blocks of a million": of_blocks(MAX_BLOCK_SIZE, 1),
+    "stores": each(["BlockStored", [1 << 60], None, [], 16, None, "GPU", None, None, 0]),
+    "removals": each(["BlockRemoved", [1 << 60], "GPU", 0]),
+    "removals and one that cannot be read": batch(40_000, encode(["BlockRemoved", [1], "GPU", 0]) * 39_999 + b"\x90"),
     "proofs": batch(1 << 10, of_blocks(5040, 1)[15:-1] * (1 << 10))[:SIZE],
 }
+
+
+LONG = {"stores", "removals", "removals and one that cannot be read"}
 
 
 @pytest.fixture(params=[make_index, Index], ids=["selected", "python"])
@@ -102,7 +116,7 @@ def place(request):
     return Place(PlaceSettings("hostile", events="inproc://x"), request.param())
 
 
-@pytest.mark.parametrize("name", PAYLOADS)
+@pytest.mark.parametrize("name", sorted(PAYLOADS.keys() - LONG))
 def test_a_payload_costs_no_more_than_its_length_allows(name, place):
     payload = PAYLOADS[name]
     assert len(payload) <= MAX_PAYLOAD_BYTES
@@ -114,6 +128,21 @@ def test_a_payload_costs_no_more_than_its_length_allows(name, place):
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most < MOST_MEMORY * len(payload) + FIXED_MEMORY
+
+
+@pytest.mark.parametrize("name", sorted(LONG))
+def test_a_payload_of_many_events_holds_the_loop_for_a_slice_at_a_time(name, place):
+    gc.disable()  # a router makes full collections rare
+    try:
+        spent_s, work, began_s = list[float](), place.applying(PAYLOADS[name]), time.thread_time()
+        for _ in work:
+            spent_s.append(time.thread_time() - began_s)
+            began_s = time.thread_time()
+    finally:
+        gc.enable()
+    assert place.stores + place.removals > 30_000
+    assert max(spent_s) < sum(spent_s) / 5
+    assert sum(spent_s) < MOST_S
 
 
 def test_blocks_with_many_divisors_are_proven_by_several_events():

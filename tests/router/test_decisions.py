@@ -108,7 +108,7 @@ def test_a_prompt_that_waits_long_stays_in_the_queue_of_a_place_that_is_reported
     scene.decisions.first_token(names[0], Event(scene.clock()))
     scene.clock.now_s += 100
     work = scene.decisions.work_of("a")
-    assert [one.name for one in work.waiting(scene.clock())] == names[1:]
+    assert work.waiting(scene.clock()) == len(names[1:])
     later = scene.book(tokens(9, 400))[1]
     scene.decisions.first_token(later, Event(scene.clock()))
     assert not work.waiting(scene.clock()), "engines begin with the oldest"

@@ -16,6 +16,7 @@ from kvplane_fleet.follow.replica_source import ReplicaSource
 from kvplane_fleet.index import Index
 from kvplane_fleet.places import Place
 from kvplane_fleet.settings import PlaceSettings
+from kvplane_fleet.slices import finished
 from kvplane_fleet.wire.events import Batch, GroupFormat, Removed, Stored, Tier
 from kvplane_tools.cli.child import ServiceChild
 from tests.router.test_replicas import KINDS, WITHIN_S, Replicas
@@ -71,9 +72,9 @@ def test_digests_are_compared_by_group_and_count_copies():
     place = Place(PlaceSettings("a", service="x"), index)
     form = GroupFormat("full_attention", 16, 0)
     stored = [Stored(0, Tier.DEVICE, [5, 1 << 100], form, key_bytes=16), Stored(0, Tier.HOST, [9], form, key_bytes=16)]
-    place.apply_batch(Batch(1.0, [*stored, Stored(0, Tier.DEVICE, [5], form, key_bytes=16)]))
+    finished(place.applying_batch(Batch(1.0, [*stored, Stored(0, Tier.DEVICE, [5], form, key_bytes=16)])))
     assert place.agrees([GroupDigest(0, 3, 10 + (1 << 100)), GroupDigest(1, 0, 0)])
     assert not place.agrees([GroupDigest(0, 3, 10 + (1 << 100)), GroupDigest(1, 1, 4)])
     assert not place.agrees([GroupDigest(0, 2, 5 + (1 << 100))])
-    place.apply_batch(Batch(1.0, [Removed(0, Tier.DEVICE, [5, 6], 16)]))
+    finished(place.applying_batch(Batch(1.0, [Removed(0, Tier.DEVICE, [5, 6], 16)])))
     assert place.agrees([GroupDigest(0, 2, 5 + (1 << 100))])

@@ -9,6 +9,7 @@ import json
 import time
 import tracemalloc
 from random import Random
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,7 +17,7 @@ import pytest
 from kvplane.v1 import front_ends_pb2 as pb
 from kvplane_fleet.router import picker as picker_module
 from kvplane_fleet.router.picker import HEADER, SUBSET, EndpointPicker, Exchange, last_number
-from kvplane_service.auth.gate import CALL
+from kvplane_service.auth.gate import CALL, Call
 from tests.router.fleets import Scene, tokens
 
 ADDRESSES = {"a": "127.0.0.1:8001", "b": "127.0.0.1:8002", "c": "[::1]:8003"}
@@ -320,3 +321,32 @@ NUMBERS = {
 @pytest.mark.parametrize("text", NUMBERS)
 def test_the_last_number_of_a_name_is_found_outside_of_texts(text):
     assert last_number(b"cached_tokens", text) == NUMBERS[text]
+
+
+async def test_each_message_of_an_exchange_counts_what_it_costs():
+    """Otherwise an owner that sends many short ones slows others down, within any limit."""
+
+    class Sent:
+        def __init__(self, *requests):
+            self.left = [one.SerializeToString() for one in requests]
+
+        async def read(self):
+            return self.left.pop(0) if self.left else None
+
+        async def write(self, _):
+            pass
+
+    class Counted(Call):
+        def owe(self, num_bytes):
+            counted.append(num_bytes)
+            return 0
+
+    counted, requests = list[int](), [headers(), *body(BODY), response()]
+    token = CALL.set(Counted())
+    try:
+        sent: Any = Sent(*requests)
+        await Proxy().picker.Process(sent)
+    finally:
+        CALL.reset(token)
+    apart = [count - one.ByteSize() for count, one in zip(counted, requests, strict=True)]
+    assert apart == [picker_module.EXCHANGE_BYTES, picker_module.MESSAGE_BYTES, picker_module.MESSAGE_BYTES]

@@ -12,6 +12,7 @@ from kvplane_fleet.decisions import Ask
 from kvplane_fleet.faults import Fault, Faults
 from kvplane_fleet.fleet import Fleet, Prompt
 from kvplane_fleet.follow import zmq_source
+from kvplane_fleet.follow.inbox import Inbox
 from kvplane_fleet.follow.order import SourceOrder
 from kvplane_fleet.follow.zmq_source import ZmqSource, resolved
 from kvplane_fleet.settings import PlaceSettings
@@ -50,16 +51,18 @@ def source(address="tcp://127.0.0.1:1", replay=None):
         def __init__(self):
             self.payloads = list[bytes]()
 
-        def apply(self, payload):
+        def applying(self, payload):
             self.payloads.append(payload)
+            yield from ()
 
         def clear(self, life_ended):
             del life_ended
             self.payloads.clear()
 
     faults, sink = Faults(), Sink()
-    order = SourceOrder(sink, faults, can_replay=replay is not None)
-    return ZmqSource((address, replay), "", order, faults), sink
+    inbox = Inbox(sink)
+    order = SourceOrder(inbox, faults, can_replay=replay is not None)
+    return ZmqSource((address, replay), "", order, inbox), sink
 
 
 async def test_an_engine_that_publishes_without_end_leaves_half_of_the_loop(monkeypatch):

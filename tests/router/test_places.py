@@ -13,6 +13,7 @@ from kvplane_fleet.hits import claims
 from kvplane_fleet.index import Index
 from kvplane_fleet.places import Place
 from kvplane_fleet.settings import PlaceSettings, load
+from kvplane_fleet.slices import finished
 from kvplane_fleet.wire.events import Batch, Cleared, Evidence, GroupFormat, Removed, Stored, Tier
 
 PROMPT = [(7 * at) % 501 for at in range(96)]
@@ -29,7 +30,7 @@ def place(**settings):
 
 
 def apply(one, *events, time_s=1.0, rank=None):
-    one.apply_batch(Batch(time_s, events, rank))
+    finished(one.applying_batch(Batch(time_s, events, rank)))
 
 
 def tokens_claimed(one, prompt):

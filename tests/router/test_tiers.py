@@ -10,6 +10,7 @@ import pytest
 from kvplane.v1 import routing_pb2 as pb
 from kvplane_fleet.decisions import Event
 from kvplane_fleet.router.messages import encode_decision
+from kvplane_fleet.slices import finished
 from kvplane_fleet.wire.events import Batch, Removed, Stored, Tier
 from tests.router.fleets import BLOCK, DOMAIN, FULL, GROUPS, WINDOW, Scene, chosen, tokens
 
@@ -38,7 +39,7 @@ def test_tiers_extend_a_hit_and_are_no_part_of_it():
     offloads(scene, "a", Tier.DISK, KEYS[10:])
     claim = claim_of(scene, "a")
     assert (claim.tokens, claim.expected, claim.host, claim.disk) == (64, 64, 6 * BLOCK, 9 * BLOCK)
-    scene.place("a").apply_batch(Batch(1.0, [Removed(0, Tier.HOST, KEYS[4:5])]))
+    finished(scene.place("a").applying_batch(Batch(1.0, [Removed(0, Tier.HOST, KEYS[4:5])])))
     claim = claim_of(scene, "a")
     assert (claim.tokens, claim.host, claim.disk) == (64, 0, 0)
     scene.removes("a", PROMPT[: 4 * BLOCK])

@@ -16,6 +16,7 @@ from kvplane_fleet.native import make_index
 from kvplane_fleet.router import watching as watching_module
 from kvplane_fleet.router.watching import Watching
 from kvplane_fleet.settings import PlaceSettings
+from kvplane_fleet.slices import finished
 from kvplane_fleet.wire.events import Batch, Cleared, Event, GroupFormat, Removed, Stored, Tier
 from tests.router.fleets import NO_EVENTS
 
@@ -45,7 +46,7 @@ class Watched:
             event: Event = Stored(group, tier, keys, FORMS[group])
             if held and self.rng.random() < 0.5:
                 event = Removed(group, tier, self.rng.sample(held, min(9, len(held))))
-            place.apply_batch(Batch(1.0, [Cleared() if self.rng.random() < 0.003 else event]))
+            finished(place.applying_batch(Batch(1.0, [Cleared() if self.rng.random() < 0.003 else event])))
 
     def take(self, message):
         counts, kind = self.known[message.place], message.WhichOneof("change")
@@ -99,7 +100,8 @@ async def test_what_is_stored_after_a_clear_between_two_parts_is_not_cleared_aga
     scene.change(400)
     stream = scene.watching.watch(["a", "b"])
     scene.take(await anext(stream))
-    scene.place("a").apply_batch(Batch(1.0, [Cleared(), Stored(0, Tier.DEVICE, list(range(1, 500)), FORMS[0])]))
+    stored = Stored(0, Tier.DEVICE, list(range(1, 500)), FORMS[0])
+    finished(scene.place("a").applying_batch(Batch(1.0, [Cleared(), stored])))
     while not (message := await anext(stream)).snapshot_end:
         scene.take(message)
     assert all(+scene.known[name] == scene.content(name) for name in ("a", "b"))

@@ -34,9 +34,12 @@ BOUNDED = {
     "kvplane_service/store/sqlite.py": "the store's calls",
     "kvplane_service/store/writer.py": "the store's calls",
     "kvplane_fleet/decisions.py": "one place's last doubts",
+    "kvplane_fleet/follow/inbox.py": "one place's messages, at most those that its order keeps",
+    "kvplane_fleet/follow/zmq_source.py": "one place's messages",
     "kvplane_fleet/follow/order.py": "one place's messages, of a limited size",
     "kvplane_fleet/router/asking.py": "one endpoint's calls under way, at most MOST_OPEN",
     "kvplane_fleet/router/prober.py": "one place's last prompts",
+    "kvplane_fleet/work.py": "one place's booked prompts, of which each owner has a share",
     "kvplane_fleet/router/watching.py": "one call's messages, at most MAX_BYTES; the calls have a share by owner",
 }
 

@@ -16,6 +16,7 @@ from kvplane_fleet.hits import claims
 from kvplane_fleet.index import Index
 from kvplane_fleet.places import Place
 from kvplane_fleet.settings import PlaceSettings
+from kvplane_fleet.slices import finished
 from kvplane_fleet.wire.events import GroupFormat, Removed, Stored, Tier
 from kvplane_fleet.wire.msgpack import BatchDecoder
 from tests.core.specification import specification_of
@@ -131,7 +132,7 @@ def test_a_router_takes_no_copy_in_a_tier_for_a_page():
     source._forms = {0: GroupFormat("full_attention", 16, 0)}
     place.use(host.replica.spec)
     for batch in host.events.after(0):
-        source._take(EventBatch(batch.seq, batch.epoch, tuple(batch.events)))
+        finished(source._taking(EventBatch(batch.seq, batch.epoch, tuple(batch.events))))
     only_outside = 0
     for tokens in prompts:
         assert place.domain is not None

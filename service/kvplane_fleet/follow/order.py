@@ -43,6 +43,7 @@ class SourceOrder:
     """Decides about each frame of one source.
 
     Attributes:
+        faults: what was wrong with the source.
         partial: batches before the first applied one are unknown, so that entries may be missing. No entry is wrong.
         wanted: the sequence number from which a replay is to be requested now; None if none is. The caller requests it,
             sets this to None, and reports the answer by `replayed`, and then `replay_ended` or `replay_failed`.
@@ -52,7 +53,7 @@ class SourceOrder:
     """
 
     def __init__(self, sink: Sink, faults: Faults, can_replay: bool) -> None:
-        self._sink, self._faults, self._can_replay = sink, faults, can_replay
+        self._sink, self.faults, self._can_replay = sink, faults, can_replay
         self.partial = False
         self.wanted: int | None = None
         self.replaying = False
@@ -95,7 +96,7 @@ class SourceOrder:
 
     def learn_again(self) -> None:
         """Drop all entries, and learn them from the replay: the engine's hits contradict them."""
-        self._faults.count(Fault.HITS_CONTRADICT)
+        self.faults.count(Fault.HITS_CONTRADICT)
         self._forget()
         if self._can_replay and not self.replaying:
             self._request()
@@ -111,9 +112,9 @@ class SourceOrder:
             self._live = frame
         if before is not None and frame.sequence <= before.sequence:
             if frame == before:
-                self._faults.count(Fault.FRAME_REPEATED)
+                self.faults.count(Fault.FRAME_REPEATED)
                 return
-            self._faults.count(Fault.LIFE_ENDED)
+            self.faults.count(Fault.LIFE_ENDED)
             self._restart()
             self._live = frame
         if self.last is None and self._can_replay and not self.replaying:
@@ -127,7 +128,7 @@ class SourceOrder:
         self._queue.append(frame)
         self._queue_bytes += len(frame.payload)
         if self._queue_bytes > MAX_QUEUE_BYTES:
-            self._faults.count(Fault.QUEUE_FULL)
+            self.faults.count(Fault.QUEUE_FULL)
             self._drop_queue()  # the next frame finds a gap
 
     def _drop_queue(self) -> None:
@@ -144,7 +145,7 @@ class SourceOrder:
             self._distrust_replays()
             self._live, self.partial = frame, frame.sequence > 0
         elif frame.sequence > self.last + 1:
-            self._faults.count(Fault.FRAMES_LOST, frame.sequence - self.last - 1)
+            self.faults.count(Fault.FRAMES_LOST, frame.sequence - self.last - 1)
             if self._can_replay:
                 self._request()
                 self._wait(frame)
@@ -174,10 +175,10 @@ class SourceOrder:
         before, self._previous = self._previous, frame.sequence
         self._replay_bytes += len(frame.payload)
         if frame.sequence < self._start if before is None else frame.sequence != before + 1:
-            self._faults.count(Fault.REPLAY_ORDER)
+            self.faults.count(Fault.REPLAY_ORDER)
             self._give_up()
         elif self._replay_bytes > MAX_REPLAY_BYTES:
-            self._faults.count(Fault.REPLAY_TOO_LONG)
+            self.faults.count(Fault.REPLAY_TOO_LONG)
             self._give_up()
         elif before is None and self.last is not None and not self._owes_history:
             self._continue_life(frame)
@@ -196,7 +197,7 @@ class SourceOrder:
         """Compare the first frame of a replay with the last applied one."""
         assert self.last is not None
         if frame.sequence > self.last:
-            self._faults.count(Fault.FRAMES_GONE, frame.sequence - self.last)
+            self.faults.count(Fault.FRAMES_GONE, frame.sequence - self.last)
             self._forget()
             self._apply(frame)
         elif _digest(frame.payload) != self._last_digest:
@@ -211,7 +212,7 @@ class SourceOrder:
 
     def replay_failed(self) -> None:
         """Take note that the replay was not answered in time."""
-        self._faults.count(Fault.REPLAY_TIMEOUT)
+        self.faults.count(Fault.REPLAY_TIMEOUT)
         self._give_up()
 
     def _give_up(self) -> None:
@@ -226,7 +227,7 @@ class SourceOrder:
         waiting = list(self._queue)
         self._drop_queue()
         if waiting and self.last is not None and waiting[0].sequence > self.last + 1:
-            self._faults.count(Fault.FRAMES_GONE, waiting[0].sequence - self.last - 1)
+            self.faults.count(Fault.FRAMES_GONE, waiting[0].sequence - self.last - 1)
             self._forget()
         for frame in waiting:
             if self.replaying:
@@ -245,13 +246,13 @@ class SourceOrder:
 
     def _end_life(self) -> None:
         """A replay shows that the engine was restarted, or that it is another one than that of the live frames."""
-        self._faults.count(Fault.LIFE_ENDED)
+        self.faults.count(Fault.LIFE_ENDED)
         live, is_connected = self._live, not self._reconnected
         self._restart()
         self._ended_live = live.sequence if live is not None and is_connected else None
 
     def _distrust_replays(self) -> None:
-        self._faults.count(Fault.SOURCES_MIXED)
+        self.faults.count(Fault.SOURCES_MIXED)
         self._can_replay = False
         self._restart()
 

@@ -18,6 +18,7 @@ from kvplane.base.events import EventBatch, GroupDigest, domain_mask
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.step import CacheEvent, EventKind
 from kvplane.rpc.access import Access
+from kvplane_fleet.slices import Sliced
 from kvplane_fleet.wire.events import WHOLE_KEY_BYTES, Batch, Cleared, Event, GroupFormat, Removed, Stored, Tier
 
 RETRY_S = 1.0
@@ -37,7 +38,7 @@ class ReplicaSink(Protocol):
         """Take note of the replica's groups and hashes."""
         ...
 
-    def apply_batch(self, batch: Batch) -> None:
+    def applying_batch(self, batch: Batch) -> Sliced[None]:
         """Apply the next batch."""
         ...
 
@@ -108,13 +109,14 @@ class ReplicaSource:
         self._changed.set()
         stream = client.subscribe(self._replica, after_seq=0, entries=True, digest_period_s=self.digest_period_s)
         async for batch in stream:
-            self._take(batch)
+            for _ in self._taking(batch):
+                await asyncio.sleep(0)
             self._changed.set()
             if self._is_doubted:
                 self._sink.clear(life_ended=True)
                 return
 
-    def _take(self, batch: EventBatch) -> None:
+    def _taking(self, batch: EventBatch) -> Sliced[None]:
         if batch.gap:
             self._sink.clear(life_ended=False)
         if batch.gap or batch.withdrawn or batch.restored:
@@ -123,7 +125,7 @@ class ReplicaSource:
         self.partial = batch.seq == 0 or (self.partial and self.seq > 0) or batch.gap
         self.seq = batch.seq
         if batch.events:
-            self._sink.apply_batch(Batch(0.0, [self._event(one) for one in batch.events]))
+            yield from self._sink.applying_batch(Batch(0.0, [self._event(one) for one in batch.events]))
         if batch.digests and not self.partial and not self._sink.withdrawn:
             self._is_doubted = self._is_doubted or not self._sink.agrees(batch.digests)
 

@@ -25,7 +25,8 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from kvplane_fleet.faults import Fault, Faults
+from kvplane_fleet.faults import Fault
+from kvplane_fleet.follow.inbox import Inbox
 from kvplane_fleet.follow.order import SourceOrder
 from kvplane_fleet.wire.frames import is_replay_end, parse_live, parse_replay, replay_request
 from kvplane_fleet.wire.msgpack import MAX_PAYLOAD_BYTES
@@ -88,11 +89,12 @@ class ZmqSource:
         resolve: returns an address with numbers instead of a name.
     """
 
-    def __init__(self, addresses: tuple[str, str | None], topic: str, order: SourceOrder, faults: Faults) -> None:
-        """`addresses`: of the publisher, and of its replay socket, if it has one."""
+    def __init__(self, addresses: tuple[str, str | None], topic: str, order: SourceOrder, inbox: Inbox) -> None:
+        """`addresses`: of the publisher, and of its replay socket, if it has one; `order` puts batches into `inbox`."""
         self._events, self._replay = addresses
         self._topic = topic.encode()
-        self._order, self._faults = order, faults
+        self._order, self._inbox, self._faults = order, inbox, order.faults
+        self._applying = asyncio.Lock()
         self.timing, self.resolve, self.given_up_s = Timing(), resolved, GIVEN_UP_S
         self.is_connected = self.is_given_up = False
         self._live, self._replayed = Allowance(CPU_BURST_S), Allowance(REPLAY_BURST_S)
@@ -157,7 +159,7 @@ class ZmqSource:
 
     async def wait_until_current(self) -> None:
         """Wait until the connection is up and no replay is under way."""
-        while not self.is_connected or self._order.replaying:
+        while not self.is_connected or self._order.replaying or self._inbox:
             self._changed.clear()
             await self._changed.wait()
 
@@ -176,10 +178,10 @@ class ZmqSource:
                 frame = parse_live(parts, self._faults)
                 if frame is not None:
                     self._order.live(frame)
+            self._frames += 1
+            await self._apply(self._live, self._frames)
             if frame is not None:
                 self._changed.set()
-            self._frames += 1
-            await self._pause(self._frames)
 
     async def _check(self) -> None:
         while True:
@@ -207,6 +209,7 @@ class ZmqSource:
                 else:
                     await dealer.send_multipart(replay_request(start))
                     await self._take_replay(dealer)
+            await self._apply(self._replayed, 0)
             self._changed.set()
 
     async def _take_replay(self, dealer: zmq.asyncio.Socket) -> None:
@@ -230,6 +233,15 @@ class ZmqSource:
                 if frame is not None:
                     self._order.replayed(frame)
             taken += 1
+            await self._apply(self._replayed, taken)
+
+    async def _apply(self, allowance: Allowance, taken: int) -> None:
+        """Apply what waits; other messages are received once it is, so that no more waits than the order permits."""
+        async with self._applying:
+            while self._inbox:
+                with self._measured(allowance):
+                    self._inbox.advance()
+                await self._pause(taken)
             await self._pause(taken)
 
     @contextmanager

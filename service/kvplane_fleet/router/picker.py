@@ -26,15 +26,17 @@ from kvplane_fleet.decisions import Ask, Decision, Decisions, Event
 from kvplane_fleet.fleet import Fleet
 from kvplane_fleet.router.endpoints import Endpoints
 from kvplane_fleet.router.prompts import Prompts, read_body
-from kvplane_fleet.router.servicer import is_visible
-from kvplane_service.auth.gate import CALL
+from kvplane_fleet.router.servicer import is_visible, pay
 from kvplane_service.rpc.methods import Context, next_message
+from kvplane_service.rpc.prices import CALL_BYTES
 
 NAME = "envoy.service.ext_proc.v3.ExternalProcessor"
 HEADER = "x-gateway-destination-endpoint"
 SPACE, SUBSET_SPACE = "envoy.lb", "envoy.lb.subset_hint"
 SUBSET, SERVED = f"{HEADER}-subset", f"{HEADER}-served"
 ATTRIBUTES, UPSTREAM = "envoy.filters.http.ext_proc", "upstream.address"
+# What an exchange counts, and each message after its first, apart from their length: 1 ms and 0.09 ms (see prices).
+EXCHANGE_BYTES, MESSAGE_BYTES = 2 * CALL_BYTES, 3 << 10
 MAX_BODY_BYTES = 32 << 20
 BODY_S = 60.0  # for a request's body to arrive, at most
 FIRST_S = 10.0  # after its first bytes, and a second more for each BYTES_PER_S that have arrived
@@ -81,11 +83,11 @@ class EndpointPicker:
 
     async def Process(self, context: Context) -> None:  # noqa: N802
         """See front_ends.proto."""
-        exchange = Exchange(self)
+        exchange, price = Exchange(self), EXCHANGE_BYTES
         try:
             while (raw := await self._next(context, exchange)) is not None:
-                if (owed_ms := CALL.get().owe(len(raw))) > 0:
-                    await asyncio.sleep(owed_ms / 1000)
+                await pay(price + len(raw))
+                price = MESSAGE_BYTES
                 for answer in await exchange.take(parse(pb.ProcessRequest, raw)):
                     await context.write(answer.SerializeToString())
         except TimeoutError:

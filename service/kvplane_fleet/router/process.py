@@ -30,6 +30,7 @@ from kvplane_service.rpc.health import Health
 from kvplane_service.rpc.methods import CallHooks, service_handler
 from kvplane_service.rpc.ports import add_port, server_credentials
 from kvplane_service.rpc.server import HEALTH_OPTIONS, add_reflection, server_options
+from kvplane_service.runtime import interpreter
 from kvplane_service.runtime.files import allow_connections
 from kvplane_service.telemetry.http import MetricsServer
 
@@ -189,6 +190,7 @@ async def serve(
     router = Router(config, settings, access=access)
     async with following(router.fleet, settings.places) as follows:
         await router.start()
+        interpreter.tune()
         ready(router)
         keeping, ending = asyncio.create_task(router.keep()), asyncio.create_task(asked.wait())
         await asyncio.wait((*follows, keeping, ending), return_when=asyncio.FIRST_COMPLETED)

@@ -48,9 +48,9 @@ class RoutingServicer:
         """See routing.proto. A stream without requests for long costs one task."""
         while (raw := await self._next(context)) is not None:
             try:
-                await _pay(len(raw))
+                await pay(len(raw))
                 request = parse(pb.ScoreStreamRequest, raw).request
-                await _pay(price_of(request, len(raw)) - len(raw))
+                await pay(price_of(request, len(raw)) - len(raw))
                 answer = pb.ScoreStreamResponse(response=await self._score(request))
             except KvplaneError as error:
                 answer = pb.ScoreStreamResponse(error=messages.encode_error(error))
@@ -165,7 +165,7 @@ def is_visible(place: str) -> bool:
     return CALL.get().owner.may_use(place, "")
 
 
-async def _pay(num_bytes: int) -> None:
+async def pay(num_bytes: int) -> None:
     """Count what a message of a stream costs, and wait while the owner has used up its allowance."""
     if (owed_ms := CALL.get().owe(num_bytes)) > 0:
         await asyncio.sleep(owed_ms / 1000)

@@ -2,9 +2,9 @@
 
     [time, [event, ...], data parallel rank]
 
-A well-formed batch is decoded in one call. Any other is decoded event by event, so that one bad event costs only
-itself, up to MOST_BAD of them. Tokens are 5 of every 6 bytes of a batch and are skipped unparsed, unless they are asked
-for.
+A well-formed batch is decoded in one call, or a slice of its events in each. A slice of any other is decoded event by
+event, so that one bad event costs only itself, up to MOST_BAD of them. Tokens are 5 of every 6 bytes of a batch and are
+skipped unparsed, unless they are asked for.
 
 An engine may be hostile: what a payload can cost is bounded by its length and by limits here, and nothing whose form is
 open (`Raw`) becomes objects unless it is short. The number of events is read from the payload's head, before any is.
@@ -18,6 +18,7 @@ import msgspec
 
 from kvplane.base.step import ExtraKeys
 from kvplane_fleet.faults import Fault, Faults
+from kvplane_fleet.slices import SLICE, Sliced, finished
 from kvplane_fleet.wire.events import (
     KEY_BYTES,
     KEY_MASK,
@@ -122,6 +123,7 @@ class _BatchOfArrays(msgspec.Struct, array_like=True, gc=False):
 
 
 _BATCHES = (msgspec.msgpack.Decoder(_BatchOfMaps), msgspec.msgpack.Decoder(_BatchOfArrays))
+_SLICES = (msgspec.msgpack.Decoder(list[_Maps]), msgspec.msgpack.Decoder(list[_Arrays]))
 _MAP, _ARRAY = msgspec.msgpack.Decoder(_Maps), msgspec.msgpack.Decoder(_Arrays)
 _RAWS = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _SKIPPED = msgspec.msgpack.Decoder(msgspec.Raw)
@@ -145,17 +147,23 @@ class BatchDecoder:
         self._form = 0  # of the last batch: maps or arrays
         self.want_tokens, self.want_extra = True, False  # of which events: of all, of prompts with an adapter or a salt
         self._evidence_left = 0  # events of this batch whose tokens are decoded
+        self._bad = self._hashes = 0  # of this batch: faults of events that cannot be read, hashes of others
 
     def decode(self, payload: bytes) -> Batch | None:
+        """Return the batch at once, see `decoding`."""
+        return finished(self.decoding(payload))
+
+    def decoding(self, payload: bytes) -> Sliced[Batch | None]:
         """Return the batch; None, and a fault is counted, if the payload is no batch. Never raises."""
         if len(payload) > MAX_PAYLOAD_BYTES:
             self._faults.count(Fault.PAYLOAD_TOO_LARGE)
             return None
-        if _num_events(payload) > MAX_EVENTS:
+        number = _num_events(payload)
+        if number > MAX_EVENTS:
             self._faults.count(Fault.TOO_MANY_EVENTS)
             return None
         self._evidence_left = MOST_EVIDENCE if self.want_tokens or self.want_extra else 0
-        for form in (self._form, 1 - self._form):
+        for form in (self._form, 1 - self._form) if number <= SLICE else ():
             try:
                 batch = _BATCHES[form].decode(payload)
             except _ERRORS:
@@ -165,10 +173,10 @@ class BatchDecoder:
                 self._faults.count(Fault.TOO_MANY_HASHES)
                 return None
             return self._batch(batch.time, [self._checked(event) for event in batch.events], batch.rank)
-        return self._decode_each(payload)
+        return (yield from self._decoding_slices(payload))
 
-    def _decode_each(self, payload: bytes) -> Batch | None:
-        """Decode a batch of which some part is wrong, and count which."""
+    def _decoding_slices(self, payload: bytes) -> Sliced[Batch | None]:
+        """Decode a batch that is long, or of which some part is wrong, and count which."""
         try:
             parts: Sequence[msgspec.Raw] = _RAWS.decode(payload) if payload[:1] in _FEW else ()
         except _ERRORS:
@@ -192,23 +200,44 @@ class BatchDecoder:
         if len(raws) > MAX_EVENTS:
             self._faults.count(Fault.TOO_MANY_EVENTS)
             return None
-        before, events = self._faults.counts.total(), list[Event | None]()
-        for raw in raws:
-            events.append(self._decode_one(raw))
-            if self._faults.counts.total() - before > MOST_BAD:
-                self._faults.count(Fault.EVENTS_INVALID)
+        events, clears = list[Event | None](), 0
+        self._bad = self._hashes = 0
+        for at in range(0, len(raws), SLICE):
+            found = self._decode_slice(raws[at : at + SLICE])
+            events += found
+            clears += _num_clears(found)
+            if self._bad > MOST_BAD or self._hashes > MAX_HASHES_OF_BATCH:
+                self._faults.count(Fault.EVENTS_INVALID if self._bad > MOST_BAD else Fault.TOO_MANY_HASHES)
                 return None
+            if clears > MOST_CLEARED:
+                break
+            yield
         return self._batch(float(time_s), events, rank)
+
+    def _decode_slice(self, raws: Sequence[msgspec.Raw]) -> list[Event | None]:
+        """Return some events, and count their hashes, or what is wrong with them."""
+        packed = b"\xdd" + len(raws).to_bytes(4, "big") + b"".join(raws)
+        for form in (self._form, 1 - self._form):
+            try:
+                events = _SLICES[form].decode(packed)
+            except _ERRORS:
+                continue
+            self._form = form
+            self._hashes += _num_hashes(events)
+            return [self._checked(event) for event in events]
+        before = self._faults.counts.total()
+        found = [self._decode_one(raw) for raw in raws]
+        self._bad += self._faults.counts.total() - before
+        return found
 
     def _batch(self, time_s: float, events: Sequence[Event | None], rank: object) -> Batch | None:
         """Return the batch of the events that could be read. A batch that clears too often is one that cannot be read,
         which clears once.
         """
-        found = [event for event in events if event is not None]
-        if sum(isinstance(event, Cleared) for event in found) > MOST_CLEARED:
+        if _num_clears(events) > MOST_CLEARED:
             self._faults.count(Fault.TOO_MANY_EVENTS)
             return None
-        return Batch(time_s, found, self._rank(rank))
+        return Batch(time_s, [event for event in events if event is not None], self._rank(rank))
 
     def _decode_one(self, raw: msgspec.Raw) -> Event | None:
         for decoder in (_MAP, _ARRAY):
@@ -323,6 +352,10 @@ class BatchDecoder:
             return rank
         self._faults.count(Fault.RANK_INVALID)
         return None
+
+
+def _num_clears(events: Sequence[Event | None]) -> int:
+    return sum(isinstance(event, Cleared) for event in events)
 
 
 def _num_hashes(events: Sequence[_Maps | _Arrays]) -> int:

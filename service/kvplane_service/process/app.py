@@ -17,14 +17,14 @@ from kvplane.base.errors import InternalError, KvplaneError
 from kvplane_service.auth.gate import open_gate
 from kvplane_service.auth.tokens import metrics_token
 from kvplane_service.config import Config, is_open_to_all, is_store_trusted
-from kvplane_service.process import gc_policy
 from kvplane_service.registry import Registry
 from kvplane_service.replicas.host import ReplicaHost
 from kvplane_service.replicas.idle_check import IdleCheck, check_in_background
 from kvplane_service.replicas.recent import Recent, sample_in_background
 from kvplane_service.rpc.about import About
 from kvplane_service.rpc.server import CallFilters, RpcServer
-from kvplane_service.runtime.executors import Executor, InOrder, share_interpreter
+from kvplane_service.runtime import interpreter
+from kvplane_service.runtime.executors import Executor, InOrder
 from kvplane_service.runtime.files import allow_connections
 from kvplane_service.store.expiry import expire_in_background
 from kvplane_service.store.keeper import Entropy, Keeper
@@ -263,8 +263,7 @@ async def serve(config: Config, ready: Callable[[App], None]) -> None:
     await app.start()
     if is_store_trusted(config):
         _log.warning("the store is trusted: any process that can write to it can cause wrong hits; set store_key_file")
-    gc_policy.apply()
-    share_interpreter()
+    interpreter.tune()
     ready(app)
     reason = await _first_call(app, signals)
     _log.info("%s: draining", reason)

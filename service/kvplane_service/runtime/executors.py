@@ -7,7 +7,6 @@ The threads are daemon threads and end when idle, so a call that hangs does not 
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent import futures
@@ -17,16 +16,8 @@ from kvplane_service.runtime.rota import OWNER, Places, Rota
 
 _MAX_WAITING = 1024  # the default of max_replicas: after a restart the engines of all replicas may call at once
 _IDLE_S = 10.0
-_SWITCH_S = 0.001
 
 _T = TypeVar("_T")
-
-
-def share_interpreter() -> None:
-    """Set the interpreter's thread switch interval to 1 ms instead of 5 ms, so that the event loop gets the interpreter
-    sooner while a thread computes. Affects the whole process.
-    """
-    sys.setswitchinterval(_SWITCH_S)
 
 
 class Offload(Protocol):
