@@ -43,7 +43,7 @@ TRACES = {
     "conversation": "mooncake_conversation_first_half.jsonl.gz",
     "synthetic": "mooncake_synthetic_first_half.jsonl.gz",
 }
-# Blocks of the recorded pool: the working set of the traces' first requests lies between a quarter and four of it.
+# Blocks of the recorded pool: the working set of the traces' first requests is between a quarter and four of it.
 MODELS = {
     "llama-3.1-8b": 20_000,
     "gemma-3-27b": 24_000,
