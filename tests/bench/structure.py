@@ -107,10 +107,11 @@ def places(lines: dict[str, int]) -> dict[str, tuple[int, int]]:
     return found
 
 
-def binding_functions() -> int:
-    """Return how many functions the module of the compiled core has."""
-    text = (ROOT / CORE / "cpp/module.cpp").read_text()
-    return len(re.findall(r"\bMETH_\w+", text))
+def binding_functions() -> tuple[int, int]:
+    """Return how many functions the module of the compiled core has, and how many questions and changes by name."""
+    tables = [(ROOT / CORE / f"cpp/{name}.h").read_text() for name in ("bind_reads", "bind_changes")]
+    named = sum(len(re.findall(r"^ +Named<", text, re.MULTILINE)) for text in tables)
+    return len(re.findall(r"^def ", (ROOT / CORE / "cpp/_native.pyi").read_text(), re.MULTILINE)), named
 
 
 def functions(lines: dict[str, int]) -> dict[str, float]:
@@ -292,7 +293,10 @@ def table(figures: dict[str, Any]) -> str:
         ("core: Python, C++ and what converts, lines", f"{figures['core, Python, compiled and what converts']:,}"),
         ("tests, lines of Python", f"{figures['tests']:,}"),
         ("files of one name in both cores", figures["files of one name in both cores"]),
-        ("functions of the core's binding", figures["functions of the binding"]),
+        (
+            "functions of the core's binding, and questions and changes by name",
+            "{} and {}".format(*figures["functions of the binding"]),
+        ),
         ("circles of modules (their sizes)", ", ".join(map(str, figures["circles"])) or "none"),
         (
             "Python functions: number, median, p95, longest",

@@ -46,7 +46,7 @@ KEPT_STEPS = 200
 SMALL = 256  # blocks
 FIRST_STEPS, EVERY, LARGE_EVERY = 4, 4, 32  # steps after which the states are compared; of pools that are not small
 CALLS = frozenset(
-    "lookup peek_slot blocks_of key_step count_keys count_keys_of group_counters block_map common_prefix_blocks "
+    "lookup peek_slot blocks_of key_step count_keys group_totals group_counters block_map common_prefix_blocks "
     "can_rewind shorten_chunk count_held group_blocks count_granted".split()
 )
 NUMBERS = frozenset(

@@ -246,7 +246,7 @@ def build() -> Path:
     (sources / SOURCE.name).write_text(text)
     listed = module.read_text().replace(METHOD, PLANTED + METHOD)
     assert PLANTED in listed, f"{module} has no line {METHOD!r}"
-    module.write_text(listed.replace('#include "bind_check.h"', f'#include "bind_check.h"\n#include "{SOURCE.name}"'))
+    module.write_text(listed.replace('#include "bind_pack.h"', f'#include "bind_pack.h"\n#include "{SOURCE.name}"'))
     native_build.compile_library(core._replace(root=str(root)), path, flags=FLAGS)
     made.write_text(mark)
     return path

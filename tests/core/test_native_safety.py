@@ -174,11 +174,11 @@ def test_a_core_without_memory_in_a_step_raises_memory_error_and_is_not_used_aga
 
 
 def capsule(*groups, **changes):
-    return native.NativeReplica.of(with_request(replica_spec(*(groups or (full(),)), **changes)))._core
+    return native.NativeReplica.of(with_request(replica_spec(*(groups or (full(),)), **changes))).core
 
 
 def begin_save(core, shown=(), run=4096):
-    return _native.begin_save(core, (b"", shown or array("Q"), [], True, False, run))
+    return _native.read(core, "image", b"", shown or array("Q"), [], True, False, run)
 
 
 def saved(core):
@@ -193,7 +193,7 @@ def recovered(core, **changes):
         "key_tokens": array("I", [0, 4] + [0] * 99), "stamp": array("Q", [0] * 101),
         "free": array("I", range(1, 101)), "further": [],
     }  # fmt: skip
-    return core, *{**given, **changes}.values()
+    return core, "prepare", *{**given, **changes}.values()
 
 
 HASHING = bytes(32), None
@@ -204,37 +204,39 @@ SPEC_OF_50: tuple[list[int], list[list[int]], list[tuple[int, int]], tuple[bytes
     HASHING,
 )
 ARGUMENTS = {
-    "begin_end with slices of no block": lambda core: _native.begin_end(core, array("Q"), 0),
+    "begin_end with slices of no block": lambda core: _native.read(core, "end_epoch", array("Q"), 0),
     "begin_end with slices of more blocks than there are numbers":
-        lambda core: _native.begin_end(core, array("Q"), (1 << 63) - 1),
-    "begin_end with stamps of another size": lambda core: _native.begin_end(core, array("I", [0] * 101), 10),
-    "enter_epoch with a number of 25 bits": lambda core: _native.enter_epoch(core, 1 << 24, [], False),
-    "enter_epoch with a negative number": lambda core: _native.enter_epoch(core, -1, [], False),
-    "enter_epoch with a block behind the last": lambda core: _native.enter_epoch(core, 1, [101], False),
-    "can_rewind to a negative position": lambda core: _native.can_rewind(core, 0, -5),
-    "can_rewind to a position of 2^62": lambda core: _native.can_rewind(core, 0, 1 << 62),
-    "align_chunk of a slot without a request": lambda core: _native.align_chunk(core, 5, 0, 1),
-    "align_chunk of a negative length": lambda core: _native.align_chunk(core, 0, 0, -1),
-    "first_blocks of a group that is not there": lambda core: _native.first_blocks(core, "", [1], b"d" * 32, 0),
-    "blocks of a negative group": lambda core: _native.blocks(core, "", -1, b"d" * 32),
+        lambda core: _native.read(core, "end_epoch", array("Q"), (1 << 63) - 1),
+    "begin_end with stamps of another size": lambda core: _native.read(core, "end_epoch", array("I", [0] * 101), 10),
+    "enter_epoch with a number of 25 bits":
+        lambda core: _native.change(core, "enter_epoch", 1 << 24, [], False, array("Q")),
+    "enter_epoch with a negative number": lambda core: _native.change(core, "enter_epoch", -1, [], False, array("Q")),
+    "enter_epoch with a block behind the last":
+        lambda core: _native.change(core, "enter_epoch", 1, [101], False, array("Q")),
+    "can_rewind to a negative position": lambda core: _native.read(core, "can_rewind", 0, -5),
+    "can_rewind to a position of 2^62": lambda core: _native.read(core, "can_rewind", 0, 1 << 62),
+    "align_chunk of a slot without a request": lambda core: _native.read(core, "shorten_chunk", 5, 0, 1),
+    "align_chunk of a negative length": lambda core: _native.read(core, "shorten_chunk", 0, 0, -1),
+    "first_blocks of a group that is not there": lambda core: _native.read(core, "first_blocks", "", [1], b"d" * 32, 0),
+    "blocks of a negative group": lambda core: _native.read(core, "blocks_of", "", -1, b"d" * 32),
     "prepare with a further key of a block behind the last":
-        lambda core: _native.prepare(*recovered(core, further=[(101, (0, b"d" * 32))])),
+        lambda core: _native.change(*recovered(core, further=[(101, (0, b"d" * 32))])),
     "prepare with a further key of no group":
-        lambda core: _native.prepare(*recovered(core, further=[(1, (1, b"d" * 32))])),
+        lambda core: _native.change(*recovered(core, further=[(1, (1, b"d" * 32))])),
     "prepare with a key of a block behind the last":
-        lambda core: _native.prepare(*recovered(core, block=array("I", [101]))),
-    "prepare with a group that is not there": lambda core: _native.prepare(*recovered(core, pairs=[("", 1)])),
-    "prepare with stamps of few blocks": lambda core: _native.prepare(*recovered(core, stamp=array("Q", [0]))),
-    "prepare with stamps of another size": lambda core: _native.prepare(*recovered(core, stamp=array("I", [0] * 202))),
+        lambda core: _native.change(*recovered(core, block=array("I", [101]))),
+    "prepare with a group that is not there": lambda core: _native.change(*recovered(core, pairs=[("", 1)])),
+    "prepare with stamps of few blocks": lambda core: _native.change(*recovered(core, stamp=array("Q", [0]))),
+    "prepare with stamps of another size": lambda core: _native.change(*recovered(core, stamp=array("I", [0] * 202))),
     "prepare with a free list that has the null block":
-        lambda core: _native.prepare(*recovered(core, free=array("I", range(100)))),
+        lambda core: _native.change(*recovered(core, free=array("I", range(100)))),
     "prepare with a free list that has a block twice":
-        lambda core: _native.prepare(*recovered(core, free=array("I", [1, 1]))),
+        lambda core: _native.change(*recovered(core, free=array("I", [1, 1]))),
     "install of a pool of another size":
-        lambda core: _native.install(_native.new(*SPEC_OF_50), _native.prepare(*recovered(core))),
+        lambda core: _native.change(_native.new(*SPEC_OF_50), "install", _native.change(*recovered(core)), []),
     "begin_save with entries of no block": lambda core: begin_save(core, run=0),
     "begin_save with stamps of another size": lambda core: begin_save(core, shown=array("I", [0])),
-    "load into a core that is used": lambda core: _native.load(core, [b""], saved(core)),
+    "load into a core that is used": lambda core: _native.change(core, "load", [b""], saved(core)),
     "new with blocks of 0 tokens": lambda _: _native.new(SPEC_OF_50[0], [[0, 0, *SPEC_OF_50[1][0][2:]]], [], HASHING),
     "new with hashes of 0 tokens":
         lambda _: _native.new([50, 4096, 0, *SPEC_OF_50[0][3:]], SPEC_OF_50[1], [], HASHING),
@@ -244,12 +246,15 @@ ARGUMENTS = {
     "new with tiers of more slots than there are ids": lambda _: _native.new(*SPEC_OF_50[:2], [(1, 1 << 40)], HASHING),
     "new with a first digest of another size": lambda _: _native.new(*SPEC_OF_50[:3], (bytes(16), None)),
     "new with a hash function of another kind": lambda _: _native.new(*SPEC_OF_50[:3], (bytes(32), (capsule(), 0))),
-    "set_hash_tail of a slot without a request": lambda core: _native.set_hash_tail(core, 5, b""),
-    "set_hash_tail of a whole block": lambda core: _native.set_hash_tail(core, 0, bytes(16)),
-    "tier_keys of a tier that is not there": lambda core: _native.tier_keys(core, 0, -1, 9),
-    "tier_of a negative group": lambda core: _native.tier_of(core, "", -1, b"d" * 32),
-    "keys of a slot without tiers": lambda core: _native.keys(core, [101]),
-    "install_slots without tiers": lambda core: _native.install_slots(core, [(101, "", 0, b"d" * 32, 1)]),
+    "a question that is not there": lambda core: _native.read(core, "answer"),
+    "a question with too many values": lambda core: _native.read(core, "seq", 1),
+    "set_hash_tail of a slot without a request": lambda core: _native.change(core, "set_hash_tail", 5, b""),
+    "set_hash_tail of a whole block": lambda core: _native.change(core, "set_hash_tail", 0, bytes(16)),
+    "tier_keys of a tier that is not there": lambda core: _native.read(core, "tier_keys", 0, -1, 9),
+    "tier_of a negative group": lambda core: _native.read(core, "tier_of", "", -1, b"d" * 32),
+    "keys of a slot without tiers": lambda core: _native.read(core, "keys", [101]),
+    "install of slots without tiers":
+        lambda core: _native.change(core, "install", _native.change(*recovered(core)), [(101, "", 0, b"d" * 32, 1)]),
 }  # fmt: skip
 
 
@@ -264,6 +269,6 @@ def test_an_argument_that_no_caller_checked_is_refused_and_changes_nothing(name)
 
 def test_the_arguments_of_these_tests_are_refused_for_the_fault_that_they_name():
     core = capsule()
-    assert _native.prepare(*recovered(core)) is not None
+    _native.change(native.NativeReplica(replica_spec(full())).core, "install", _native.change(*recovered(core)), [])
     _native.new(*SPEC_OF_50)
-    assert _native.advance(_native.begin_end(core, array("Q", [0] * 101), 10)) is True
+    assert _native.advance(_native.read(core, "end_epoch", array("Q", [0] * 101), 10)) is True

@@ -260,7 +260,7 @@ def reported(engine):
     """Keys and their blocks by the events, and the start of each block for which an event has it."""
     blocks: list[tuple[Key, int]] = []
     starts: dict[int, int] = {}
-    for event in map(wire.decode_event, map(wire.encode_event, engine.replica.replay_events())):
+    for event in map(wire.decode_event, (wire.encode_event(one) for _, one in engine.replica.stored_events())):
         keys = [(event.domain, event.group, digest) for digest in event.hashes]
         blocks += zip(keys, event.blocks, strict=True)
         starts.update(zip(event.blocks, event.block_starts, strict=bool(event.block_starts)))

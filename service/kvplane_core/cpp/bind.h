@@ -17,6 +17,7 @@ constexpr const char* kName = "kvplane.core";
 struct Core {
     explicit Core(Spec spec) : replica(std::move(spec)), held(replica.spec.num_blocks) {}
     Replica replica;
+    PyObject* capsule = nullptr;     // which owns this
     std::unique_ptr<OpenStep> rows;  // of an engine that applies its steps row by row
     Step step;                       // the last one that was read
     std::vector<PartResult> results;

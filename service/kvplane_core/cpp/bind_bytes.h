@@ -199,16 +199,6 @@ inline PyObject* ReadSentStep(PyObject*, PyObject* const* arguments, Py_ssize_t 
     });
 }
 
-// effort(core, step that was read) -> what it takes, in units
-inline PyObject* EffortOf(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        const Core& core = CoreOf(At(arguments, 0));
-        const SentStep& sent = SentOf(At(arguments, 1));
-        Check(!sent.is_applied);
-        return ToPy(Effort(core.replica).Of(sent.step));
-    });
-}
-
 // Whether the counters of the decision log must read the answer to a part.
 inline bool IsCounted(const Part& part, const PartResult& result) {
     const auto is_refused = [](Int status) { return status >= kRefused && status <= kNeverFits; };

@@ -1,26 +1,32 @@
-// Functions of the module `_native` that read the state of a core.
+// What is read of a core, by `read(core, question, ...)`.
 #pragma once
 
-#include "bind.h"
+#include "bind_bytes.h"
+#include "bind_counts.h"
+#include "bind_walks.h"
 #include "column_view.h"
 
 namespace kvplane {
 
-using NamedKey = std::pair<Key, Int>;  // a key and its tokens
-
-inline std::vector<NamedKey> AllKeysOf(const BlockPool& pool, Block block) {
-    std::vector<NamedKey> keys;
-    if (!pool.HasKey(block)) return keys;
-    keys.emplace_back(pool.records[block].key, pool.records[block].tokens);
-    if (const auto further = pool.more_keys.find(block); further != pool.more_keys.end()) {
-        for (const uint32_t at : further->second) keys.emplace_back(pool.records[at].key, pool.records[at].tokens);
-    }
-    return keys;
+inline bool IsGroup(const Replica& replica, Int group) {
+    return group >= 0 && group < static_cast<Int>(replica.spec.groups.size());
 }
+
+// A key of which no block need know the domain.
+inline Key NamedKey(const Replica& replica, const std::string& domain, Int group, const Digest& digest) {
+    Check(IsGroup(replica, group));
+    const Pairs& pairs = replica.blocks.pool.pairs;
+    uint32_t id = kUnknownDomain;
+    pairs.Known(domain, &id);
+    return Key{pairs.Of(id, group), digest};
+}
+
+// -- look-ups -------------------------------------------------------------------------------------------------------
 
 constexpr Int kLongLookUp = 8192;  // hashes, about half a millisecond
 
-// The hit that `find` finds; other threads run Python while a long look-up is made.
+// (tokens, single group hit, blocks per group) of the hit that `find` finds; other threads run Python while a long
+// look-up is made.
 template <typename F>
 PyObject* LookUp(Core& core, Int num_hashes, F&& find) {
     Hit hit;
@@ -49,293 +55,339 @@ inline bool ReadDigests(PyObject* sequence, std::vector<uint8_t>* joined, size_t
     });
     return equal;
 }
+inline void FromPy(PyObject* sequence, Digests* digests) {
+    Int count = 0;
+    Check(ReadDigests(sequence, &digests->bytes, &digests->size, &count));
+}
 
-// find(core, digests: joined or a sequence, size of one, domain, max_tokens, longest or -1) -> (tokens, single group
-// hit, blocks per group), of keys that other clients may use; with a longest hit of those that the replica's own
-// requests may use
-inline PyObject* Find(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        Core& core = CoreOf(At(arguments, 0));
-        Digests digests;
-        std::string domain;
-        if (PyBytes_Check(At(arguments, 1))) {
-            FromPy(At(arguments, 1), &digests.bytes);
-            FromPy(At(arguments, 2), &digests.size);
-        } else {
-            Int count = 0;
-            Check(ReadDigests(At(arguments, 1), &digests.bytes, &digests.size, &count));
+// The hit that other clients may use.
+inline PyObject* Find(Core& core, const std::vector<uint8_t>& joined, size_t size, const std::string& domain,
+                      Int max_tokens) {
+    Digests digests;
+    digests.bytes = joined;
+    digests.size = size;
+    uint32_t id = kUnknownDomain;
+    PoolOf(core.replica).pairs.Known(domain, &id);
+    return LookUp(core, digests.count(), [&] {
+        return core.replica.blocks.lookup->Find(digests, id, max_tokens, core.replica.Horizon());
+    });
+}
+
+// The hit of at most `longest` tokens that the replica's own requests may use, of keys without a domain.
+inline PyObject* FindInside(Core& core, const Digests& digests, Int max_tokens, Int longest) {
+    uint32_t id = kUnknownDomain;
+    PoolOf(core.replica).pairs.Known(std::string(), &id);
+    return LookUp(core, digests.count(), [&] {
+        return core.replica.blocks.lookup->Find(digests, id, max_tokens, kInside, longest);
+    });
+}
+
+// The same of each group by itself: blocks, and lengths in tokens.
+inline auto FindEach(Replica& replica, const Digests& digests, Int max_tokens) {
+    uint32_t id = kUnknownDomain;
+    PoolOf(replica).pairs.Known(std::string(), &id);
+    return replica.blocks.lookup->FindEach(digests, id, max_tokens);
+}
+
+// The hit of at most `limit` tokens of a request; None: the slot has none.
+inline PyObject* LookUpSlot(Core& core, Int slot, Int limit) {
+    const Coordinator& blocks = core.replica.blocks;
+    if (!blocks.requests.IsLive(slot)) return Py_NewRef(Py_None);
+    return LookUp(core, blocks.requests.content[slot].count(), [&] { return blocks.FindHit(slot, limit); });
+}
+
+// -- keys -----------------------------------------------------------------------------------------------------------
+
+// Per block (stamp, key_step, [((pair, digest), tokens), ...], references), the primary key first; of a slot of a tier
+// its version and its key, with 0 tokens.
+inline PyObject* KeysOf(Replica& replica, const BlockList& blocks) {
+    const BlockPool& pool = PoolOf(replica);
+    const Tiers& tiers = replica.blocks.tiers;
+    Owned list(PyList_New(static_cast<Py_ssize_t>(blocks.size())));
+    Py_ssize_t at = 0;
+    for (const Block block : blocks) {
+        std::vector<std::pair<Key, Int>> keys;
+        if (block >= pool.num_blocks) {
+            const Location slot = tiers.LocationOf(block);
+            Require(slot.slot != kNoSlot && slot.slot < tiers.each[static_cast<size_t>(slot.tier)].num_slots,
+                    "a block is beyond the pool and the tiers");
+            if (slot.version) keys.emplace_back(tiers.each[static_cast<size_t>(slot.tier)].KeyOf(slot.slot), 0);
+            PyList_SetItem(list.get(), at++, Tuple(ToPy(slot.version), ToPy(Int{0}), ToPy(keys), ToPy(Int{0})));
+            continue;
         }
-        FromPy(At(arguments, 3), &domain);
-        Replica& replica = core.replica;
-        uint32_t id = kUnknownDomain;
-        replica.blocks.pool.pairs.Known(domain, &id);
-        const Int most = Number(At(arguments, 4)), longest = Number(At(arguments, 5));
-        const PrefixLookup& lookup = *replica.blocks.lookup;
-        const auto find = [&] {
-            return longest < 0 ? lookup.Find(digests, id, most, replica.Horizon())
-                               : lookup.Find(digests, id, most, kInside, longest);
+        const auto add = [&](uint32_t record) {
+            keys.emplace_back(pool.records[record].key, pool.records[record].tokens);
         };
-        return LookUp(core, digests.count(), find);
-    });
-}
-
-// column(core, name) -> a column of the requests
-inline PyObject* ColumnOf(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        Requests& requests = CoreOf(At(arguments, 0)).replica.blocks.requests;
-        std::string wanted;
-        FromPy(At(arguments, 1), &wanted);
-        if (wanted == "hashed_outside") return NewColumnView(At(arguments, 0), &requests.hashed_outside, nullptr);
-        for (auto& [name, flags] : requests.Flags()) {
-            if (wanted == name) return NewColumnView(At(arguments, 0), flags, nullptr);
+        if (pool.HasKey(block)) {
+            add(block);
+            if (const auto further = pool.more_keys.find(block); further != pool.more_keys.end())
+                std::for_each(further->second.begin(), further->second.end(), add);
         }
-        for (auto& [name, numbers] : requests.Numbers()) {
-            if (wanted == name) return NewColumnView(At(arguments, 0), nullptr, numbers);
-        }
-        Owned::Fail();
-    });
+        PyList_SetItem(list.get(), at++, Tuple(ToPy(pool.stamp[block]), ToPy(pool.key_step[block]), ToPy(keys),
+                                               ToPy(pool.references[block])));
+    }
+    return list.Release();
 }
 
-// live(core) -> the slots that have a request, ascending
-inline PyObject* LiveSlots(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        const Requests& requests = CoreOf(At(arguments, 0)).replica.blocks.requests;
-        Column slots;
-        for (Int slot = 0; slot < requests.size(); ++slot) {
-            if (requests.live[slot]) slots.push_back(slot);
-        }
-        return ToPy(slots);
-    });
+// All blocks that have a key, published or not.
+inline BlockList BlocksOf(Replica& replica, const std::string& domain, Int group, const Digest& digest) {
+    return PoolOf(replica).BlocksOf(NamedKey(replica, domain, group, digest));
 }
 
-// keys(core, blocks) -> per block (stamp, key_step, [((pair, digest), tokens), ...], references), the primary key
-// first; of a slot of a tier its version and its key, with 0 tokens
-inline PyObject* KeysOf(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        const Coordinator& core = CoreOf(At(arguments, 0)).replica.blocks;
-        const BlockPool& pool = core.pool;
-        BlockList blocks;
-        FromPy(At(arguments, 1), &blocks);
-        Owned list(PyList_New(static_cast<Py_ssize_t>(blocks.size())));
-        Py_ssize_t at = 0;
-        for (const Block block : blocks) {
-            if (block >= pool.num_blocks) {
-                const Location slot = core.tiers.LocationOf(block);
-                Require(slot.slot != kNoSlot && slot.slot < core.tiers.each[static_cast<size_t>(slot.tier)].num_slots,
-                        "a block is beyond the pool and the tiers");
-                std::vector<NamedKey> keys;
-                if (slot.version)
-                    keys.emplace_back(core.tiers.each[static_cast<size_t>(slot.tier)].KeyOf(slot.slot), 0);
-                PyList_SetItem(list.get(), at++, Tuple(ToPy(slot.version), ToPy(Int{0}), ToPy(keys), ToPy(Int{0})));
-                continue;
-            }
-            PyList_SetItem(list.get(), at++,
-                           Tuple(ToPy(pool.stamp[block]), ToPy(pool.key_step[block]), ToPy(AllKeysOf(pool, block)),
-                                 ToPy(pool.references[block])));
-        }
-        return list.Release();
-    });
+// The step that registered a key; None if no block has it.
+inline std::optional<Int> KeyStep(Replica& replica, const std::string& domain, Int group, const Digest& digest) {
+    const BlockList blocks = BlocksOf(replica, domain, group, digest);
+    return blocks.empty() ? std::nullopt : std::optional<Int>(PoolOf(replica).key_step[blocks.front()]);
 }
 
-inline bool IsGroup(const BlockPool& pool, Int group) {
-    return group >= 0 && group < static_cast<Int>(pool.keys_of_group.size());
+// The first block of each group under the digest; None if a group has none.
+inline std::optional<BlockList> FirstBlocks(Replica& replica, const std::string& domain, const Column& groups,
+                                            const Digest& digest, Int horizon) {
+    BlockList found;
+    for (const Int group : groups) Check(IsGroup(replica, group));
+    for (const Int group : groups) {
+        const Block block = PoolOf(replica).Find(NamedKey(replica, domain, group, digest), horizon);
+        if (block == kNullBlock) return std::nullopt;
+        found.push_back(block);
+    }
+    return found;
 }
 
-// blocks(core, domain, group, digest) -> (blocks that have the key, step that registered it at the first)
-inline PyObject* BlocksOf(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        const BlockPool& pool = CoreOf(At(arguments, 0)).replica.blocks.pool;
-        std::string domain;
-        Digest digest;
-        uint32_t id = kUnknownDomain;
-        FromPy(At(arguments, 1), &domain);
-        FromPy(At(arguments, 3), &digest);
-        const Int group = Number(At(arguments, 2));
-        Check(IsGroup(pool, group));
-        pool.pairs.Known(domain, &id);
-        const BlockList blocks = pool.BlocksOf(Key{pool.pairs.Of(id, group), digest});
-        return Tuple(ToPy(blocks), ToPy(blocks.empty() ? Int{0} : pool.key_step[blocks.front()]));
-    });
+// The free blocks in the order of eviction.
+inline BlockList FreeOrder(Replica& replica) {
+    BlockList order = PoolOf(replica).FreeOrder();
+    const BlockList retained = PoolOf(replica).retained.Order();
+    order.insert(order.end(), retained.begin(), retained.end());
+    return order;
 }
 
-// first_blocks(core, domain, groups, digest, horizon) -> the first block of each group under the digest, or None
-inline PyObject* FirstBlocks(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        const BlockPool& pool = CoreOf(At(arguments, 0)).replica.blocks.pool;
-        std::string domain;
-        Column groups;
-        Digest digest;
-        uint32_t id = kUnknownDomain;
-        FromPy(At(arguments, 1), &domain);
-        FromPy(At(arguments, 2), &groups);
-        FromPy(At(arguments, 3), &digest);
-        const Int horizon = Number(At(arguments, 4));
-        pool.pairs.Known(domain, &id);
-        BlockList found;
-        for (const Int group : groups) Check(IsGroup(pool, group));
-        for (const Int group : groups) {
-            const Block block = pool.Find(Key{pool.pairs.Of(id, group), digest}, horizon);
-            if (block == kNullBlock) return Py_NewRef(Py_None);
-            found.push_back(block);
-        }
-        return ToPy(found);
-    });
+// -- requests -------------------------------------------------------------------------------------------------------
+
+// A column of the requests.
+inline PyObject* ColumnOf(Core& core, const std::string& wanted) {
+    Requests& requests = core.replica.blocks.requests;
+    if (wanted == "hashed_outside") return NewColumnView(core.capsule, &requests.hashed_outside);
+    if (wanted == "request_id") return NewColumnView(core.capsule, &requests.request_id);
+    for (auto& [name, flags] : requests.Flags()) {
+        if (wanted == name) return NewColumnView(core.capsule, flags);
+    }
+    for (auto& [name, numbers] : requests.Numbers()) {
+        if (wanted == name) return NewColumnView(core.capsule, numbers);
+    }
+    Owned::Fail();
 }
 
-inline bool IsPosition(Int tokens) { return tokens >= 0 && tokens <= kMaxTokens; }
-
-// can_rewind(core, slot, computed)
-inline PyObject* CanRewind(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        const Coordinator& blocks = CoreOf(At(arguments, 0)).replica.blocks;
-        const Int slot = Number(At(arguments, 1)), computed = Number(At(arguments, 2));
-        Check(IsPosition(computed));
-        return PyBool_FromLong(blocks.requests.IsLive(slot) && blocks.CanRewind(slot, computed));
-    });
+// The slots that have a request, ascending.
+inline Column LiveSlots(Replica& replica) {
+    const Requests& requests = replica.blocks.requests;
+    Column slots;
+    for (Int slot = 0; slot < requests.size(); ++slot) {
+        if (requests.live[slot]) slots.push_back(slot);
+    }
+    return slots;
 }
 
-// align_chunk(core, slot, start, wanted) -> tokens of the chunk
-inline PyObject* AlignChunkOf(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        const Coordinator& blocks = CoreOf(At(arguments, 0)).replica.blocks;
-        const Int slot = Number(At(arguments, 1));
-        const Int start = Number(At(arguments, 2)), wanted = Number(At(arguments, 3));
-        Check(blocks.requests.IsLive(slot) && IsPosition(start) && IsPosition(wanted));
-        return ToPy(AlignChunk(blocks, slot, start, wanted));
-    });
+inline bool HasSlot(const Replica& replica, Int slot) { return slot >= 0 && slot < replica.blocks.requests.size(); }
+
+// The hashes of a request, joined, and the size of one.
+inline std::pair<std::vector<uint8_t>, size_t> HashesOf(Replica& replica, Int slot) {
+    Check(HasSlot(replica, slot));
+    const Requests& requests = replica.blocks.requests;
+    if (!requests.IsLive(slot)) return {};
+    return {requests.content[slot].bytes, requests.content[slot].size};
 }
 
-// numbers(core) -> (seq, epoch, executed_through, num_free, num_evictable, num_running, blocks that are slack, retained
-// prefixes, retained keys, events that no answer has)
-inline PyObject* Numbers(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        const Replica& replica = AnyCoreOf(At(arguments, 0)).replica;
-        const BlockPool& pool = replica.blocks.pool;
-        return Tuple(ToPy(replica.seq), ToPy(pool.epoch), ToPy(pool.executed_through), ToPy(pool.num_free()),
-                     ToPy(pool.num_evictable), ToPy(replica.blocks.requests.num_running),
-                     ToPy(pool.split ? pool.split->num_bare() : Int{0}),
-                     ToPy(static_cast<Int>(pool.retained.each().size())), ToPy(pool.retained.num_keys()),
-                     ToPy(static_cast<Int>(pool.events.rows.size())));
-    });
+// The blocks that a transfer of an ended request reads, in the order of their release.
+inline BlockList HeldBlocksOf(Replica& replica, Int slot) {
+    const auto held = replica.tracker.held.find(slot);
+    return held == replica.tracker.held.end() ? BlockList() : held->second;
 }
 
-// books(core) -> (busy blocks, keys per group, (allocated, adopted) per group, (granting step, rows) per step in
-// flight, counters, slots that load, names of domains by number)
-inline PyObject* Books(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        Replica& replica = AnyCoreOf(At(arguments, 0)).replica;
-        std::vector<std::pair<Int, Int>> groups, granted;
-        for (const auto& one : replica.blocks.managers) groups.emplace_back(one->allocated, one->adopted);
-        for (const auto& [step, grants] : replica.tracker.grants)
-            granted.emplace_back(step, static_cast<Int>(grants.size()));
-        Column counts;
-        for (const auto& [name, count] : replica.counters.All()) counts.push_back(*count);
-        const BlockPool& pool = replica.blocks.pool;
-        return Tuple(ToPy(pool.busy), ToPy(pool.keys_of_group), ToPy(groups), ToPy(granted), ToPy(counts),
-                     ToPy(replica.blocks.requests.loading), ToPy(pool.pairs.Names()));
-    });
+// The blocks of a request by group.
+inline std::vector<BlockList> TablesOf(Replica& replica, Int slot) {
+    Check(HasSlot(replica, slot));
+    std::vector<BlockList> tables;
+    for (const auto& one : replica.blocks.managers) tables.push_back(one->table[slot]);
+    return tables;
 }
 
-// counts(core) -> per group (blocks in tables, blocks with a primary key, evicted keys)
-inline PyObject* Counts(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        const Replica& replica = AnyCoreOf(At(arguments, 0)).replica;
-        const BlockPool& pool = replica.blocks.pool;
-        std::vector<Column> counts(replica.blocks.managers.size(), Column(3, 0));
-        std::vector<uint8_t> seen(static_cast<size_t>(pool.num_blocks), 0);
-        for (const auto& one : replica.blocks.managers) {
-            Column& mine = counts[static_cast<size_t>(one->group)];
-            for (const BlockList& blocks : one->table) {
-                for (const Block block : blocks) mine[0] += block != kNullBlock && !std::exchange(seen[block], 1);
-            }
-            for (const BlockList& blocks : one->table) {
-                for (const Block block : blocks) seen[block] = 0;
-            }
-            mine[2] = pool.evicted_keys[static_cast<size_t>(one->group)];
-        }
-        for (Block block = 0; block < pool.num_blocks; ++block) {
-            if (pool.HasKey(block)) ++counts[static_cast<size_t>(pool.pairs.Group(pool.records[block].key.pair))][1];
-        }
-        return ToPy(counts);
-    });
+inline bool CanRewind(Replica& replica, Int slot, Position computed) {
+    const Coordinator& blocks = replica.blocks;
+    return blocks.requests.IsLive(slot) && blocks.CanRewind(slot, computed.tokens);
 }
 
-// block_map(core, cells) -> per group the held and the cached blocks of each cell, then the other blocks in use; block
-// b is in cell b * cells / num_blocks
-inline PyObject* BlockMap(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        const Replica& replica = AnyCoreOf(At(arguments, 0)).replica;
-        const Int cells = Number(At(arguments, 1));
-        const BlockPool& pool = replica.blocks.pool;
-        Require(cells > 0 && cells <= pool.num_blocks, "as many cells as blocks at most");
-        const size_t groups = replica.blocks.managers.size();
-        std::vector<Column> map(2 * groups + 1, Column(static_cast<size_t>(cells), 0));
-        std::vector<uint8_t> group_of(static_cast<size_t>(pool.num_blocks), static_cast<uint8_t>(groups));
-        for (const auto& one : replica.blocks.managers) {
-            for (const BlockList& blocks : one->table) {
-                for (const Block block : blocks) group_of[block] = static_cast<uint8_t>(one->group);
-            }
-        }
-        for (Int block = 1; block < pool.num_blocks; ++block) {
-            const size_t at = static_cast<size_t>(block), cell = static_cast<size_t>(block * cells / pool.num_blocks);
-            size_t group = group_of[at];
-            if (group == groups && pool.HasKey(static_cast<Block>(block))) {
-                group = static_cast<size_t>(pool.pairs.Group(pool.records[at].key.pair));
-            }
-            if (pool.references[at]) {
-                ++map[group == groups ? 2 * groups : 2 * group][cell];
-            } else if (group != groups) {
-                ++map[2 * group + 1][cell];
-            }
-        }
-        return ToPy(map);
-    });
+// Tokens of a chunk that ends where a state can be cached.
+inline Int ShortenChunk(Replica& replica, Int slot, Position start, Position wanted) {
+    Check(replica.blocks.requests.IsLive(slot));
+    return AlignChunk(replica.blocks, slot, start.tokens, wanted.tokens);
 }
 
-// residency(core) -> the three histograms
-inline PyObject* ResidencyOf(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        const Residency& found = AnyCoreOf(At(arguments, 0)).replica.blocks.pool.residency;
-        return Tuple(ToPy(found.lifetime), ToPy(found.idle_before_evict), ToPy(found.reuse_gap));
-    });
+// Raises Refused if a replica without requests could not apply the part.
+inline void CheckAlone(Core& core, PyObject* given) {
+    static const Requests kNobody;
+    if (!core.of_nobody)
+        core.of_nobody = std::make_unique<StepValidator>(core.replica.spec, kNobody, nullptr, nullptr);
+    Step step{.seq = 1, .parts = std::vector<Part>(1)};
+    ReadPart(given, &step.parts[0]);
+    if (!core.of_nobody->Accepts(step)) throw Refused{core.of_nobody->refusal()};
 }
 
-// common_blocks(core) -> per group, how many leading blocks are the same in the tables of all running requests
-inline PyObject* CommonBlocks(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        const Coordinator& blocks = AnyCoreOf(At(arguments, 0)).replica.blocks;
-        Column common;
-        for (const auto& one : blocks.managers) {
-            const BlockList* first = nullptr;
-            size_t count = 0;
-            for (Int slot = 0; slot < blocks.requests.size(); ++slot) {
-                if (!blocks.requests.running[slot]) continue;
-                const BlockList& mine = one->table[slot];
-                if (first == nullptr) {
-                    first = &mine;
-                    count = static_cast<size_t>(std::find(mine.begin(), mine.end(), kNullBlock) - mine.begin());
-                }
-                count = std::min(count, mine.size());
-                count = static_cast<size_t>(
-                    std::mismatch(mine.begin(), mine.begin() + static_cast<std::ptrdiff_t>(count), first->begin())
-                        .first -
-                    mine.begin());
-            }
-            common.push_back(static_cast<Int>(count));
-        }
-        return ToPy(common);
-    });
+// What a step takes that was read, in units.
+inline Int EffortOf(Replica& replica, PyObject* read) {
+    const SentStep& sent = SentOf(read);
+    Check(!sent.is_applied);
+    return Effort(replica).Of(sent.step);
 }
 
-// free_order(core) -> the free blocks in the order of eviction
-inline PyObject* FreeOrder(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        const BlockPool& pool = CoreOf(At(arguments, 0)).replica.blocks.pool;
-        BlockList order = pool.FreeOrder();
-        const BlockList retained = pool.retained.Order();
-        order.insert(order.end(), retained.begin(), retained.end());
-        return ToPy(order);
-    });
+inline OpenStep& RowsOf(Core& core) {
+    Require(core.rows != nullptr, "no step is open");
+    return *core.rows;
+}
+
+// Whether the slot runs in the open step; -1: whether any does.
+inline bool IsGranted(Core& core, Int slot) {
+    return slot < 0 ? RowsOf(core).num_granted() > 0 : RowsOf(core).HasGranted(slot);
+}
+
+// -- managers: for an engine in this process ------------------------------------------------------------------------
+
+inline const GroupManager& ManagerOf(const Replica& replica, Int group) {
+    Check(IsGroup(replica, group));
+    return *replica.blocks.managers[static_cast<size_t>(group)];
+}
+
+// (registered blocks, (index, block) of a state or hit that is copied before a write, whether a state was allocated,
+// (length, index, end) of the state inside the last chunk) of a request; None where there is none.
+inline auto InGroup(Replica& replica, Int group, Int slot) {
+    const GroupManager& manager = ManagerOf(replica, group);
+    Check(HasSlot(replica, slot));
+    const auto entry = [&](const auto& map) {
+        const auto found = map.find(slot);
+        return found == map.end() ? std::nullopt : std::optional(found->second);
+    };
+    const bool has_states = manager.spec.kind == kAlignedState;
+    const auto* const states = has_states ? static_cast<const AlignedStateManager*>(&manager) : nullptr;
+    return std::tuple(manager.num_cached[slot], entry(manager.partial_hit), states && states->has_allocated[slot],
+                      states ? entry(states->last_checkpoints) : std::nullopt);
+}
+
+// Leading tokens to which the token behind `computed` ones does not attend.
+inline Int SkippedOf(Replica& replica, Int group, Position computed) {
+    return ManagerOf(replica, group).SkippedTokens(computed.tokens);
+}
+
+// Free blocks that an allocation takes, see `GroupManager.blocks_needed`; the numbers are those of a `Need`.
+inline Int NeededOf(Replica& replica, Int group, const std::vector<Position>& need, bool capped, const BlockList& hit) {
+    const GroupManager& manager = ManagerOf(replica, group);
+    Check(need.size() == 6 && need[0].tokens < static_cast<Int>(manager.table.size()));
+    for (const Block block : hit) Check(block < manager.pool.num_blocks);
+    Need wanted{need[0].tokens, need[1].tokens, need[2].tokens, need[3].tokens, need[4].tokens, need[5].tokens};
+    wanted.capped = capped;
+    return manager.BlocksNeeded(wanted, hit);
+}
+
+// -- tiers ----------------------------------------------------------------------------------------------------------
+
+// Per tier (slots with a key, shadows, free, retained, stale ones, hit tokens, uses by group).
+inline PyObject* TiersOf(Replica& replica) {
+    Owned each(PyList_New(0));
+    for (const Tier& one : replica.blocks.tiers.each) {
+        std::vector<Column> uses;
+        for (const GroupUse& use : one.uses) uses.push_back({use.held, use.stored, use.loaded, use.evicted});
+        Append(each, Tuple(ToPy(one.num_held()), ToPy(one.num_shadows), ToPy(one.num_free()),
+                           ToPy(one.retained.num_free()), ToPy(one.stale.count()), ToPy(one.hit_tokens), ToPy(uses)));
+    }
+    return each.Release();
+}
+
+inline Column TierCountersOf(Replica& replica) {
+    Column counters;
+    for (const Int* count : replica.blocks.tiers.counters.All()) counters.push_back(*count);
+    return counters;
+}
+
+// Loads, saves and moves in flight.
+inline Column OpenJobs(Replica& replica) {
+    const Jobs& jobs = replica.blocks.tiers.jobs;
+    return {static_cast<Int>(jobs.loads.size()), jobs.saves.size(), jobs.moves.size()};
+}
+
+// The number of the nearest tier that has the key; None: none has.
+inline std::optional<Int> TierOf(Replica& replica, const std::string& domain, Int group, const Digest& digest) {
+    const Tiers& tiers = replica.blocks.tiers;
+    const Block found = tiers.FindInTiers(NamedKey(replica, domain, group, digest));
+    return found == kNullBlock ? std::nullopt : std::optional<Int>(tiers.LocationOf(found).tier);
+}
+
+// (key, slot, version) of up to `count` slots of a tier with a key, in the order of eviction, behind this one; -1: the
+// first ones.
+inline PyObject* TierKeys(Replica& replica, Int number, Int after, Int count) {
+    const Tiers& tiers = replica.blocks.tiers;
+    Check(number >= 0 && number < static_cast<Int>(tiers.each.size()));
+    const Tier& tier = tiers.each[static_cast<size_t>(number)];
+    Check(after == kNoSlot || (after >= 0 && after < tier.num_used() && tier.HasKey(after)));
+    Owned list(PyList_New(0));
+    for (Int slot = tier.Next(after); slot != kNoSlot && count > 0; slot = tier.Next(slot), --count)
+        Append(list, Tuple(ToPy(tier.KeyOf(slot)), ToPy(slot), ToPy(tier.VersionOf(slot))));
+    return list.Release();
+}
+
+// -- the table ------------------------------------------------------------------------------------------------------
+
+constexpr bool kOfAny = true;  // also of a core whose state is half changed: counts
+
+inline const Functions& Questions() {
+    static const Functions questions{
+        Named<[](Replica& of) { return of.seq; }>("seq", kOfAny),
+        Named<[](Replica& of) { return PoolOf(of).epoch; }>("epoch", kOfAny),
+        Named<[](Replica& of) { return PoolOf(of).executed_through; }>("executed_through", kOfAny),
+        Named<[](Replica& of) { return PoolOf(of).num_free(); }>("free_blocks", kOfAny),
+        Named<[](Replica& of) { return of.blocks.requests.num_running; }>("num_running", kOfAny),
+        Named<[](Replica& of) { return !PoolOf(of).events.rows.empty(); }>("has_events", kOfAny),
+        Named<[](Replica& of) { return PoolOf(of).busy; }>("busy_blocks", kOfAny),
+        Named<[](Replica& of) { return PoolOf(of).pairs.Names(); }>("domains", kOfAny),
+        Named<[](Replica& of) { return of.blocks.requests.loading; }>("loading", kOfAny),
+        Named<ResidencyOf>("residency", kOfAny),
+        Named<BlockCounts>("block_counts", kOfAny),
+        Named<RetainedCounts>("retained_counts", kOfAny),
+        Named<CountersOf>("counters", kOfAny),
+        Named<CountGranted>("count_granted", kOfAny),
+        Named<GroupTotals>("group_totals", kOfAny),
+        Named<GroupCounters>("group_counters", kOfAny),
+        Named<BlockMap>("block_map", kOfAny),
+        Named<CommonBlocks>("common_prefix_blocks", kOfAny),
+        Named<TiersOf>("tiers", kOfAny),
+        Named<TierCountersOf>("tier_counters", kOfAny),
+        Named<OpenJobs>("open_jobs", kOfAny),
+        Named<Find>("find"),
+        Named<FindInside>("find_inside"),
+        Named<FindEach>("find_each"),
+        Named<LookUpSlot>("look_up"),
+        Named<KeysOf>("keys"),
+        Named<BlocksOf>("blocks_of"),
+        Named<KeyStep>("key_step"),
+        Named<FirstBlocks>("first_blocks"),
+        Named<FreeOrder>("free_order"),
+        Named<ColumnOf>("column"),
+        Named<LiveSlots>("slots"),
+        Named<HashesOf>("hashes"),
+        Named<HeldBlocksOf>("held"),
+        Named<TablesOf>("tables"),
+        Named<CanRewind>("can_rewind"),
+        Named<ShortenChunk>("shorten_chunk"),
+        Named<CheckAlone>("check_alone"),
+        Named<EffortOf>("effort"),
+        Named<InGroup>("in_group"),
+        Named<SkippedOf>("skipped"),
+        Named<NeededOf>("needed"),
+        Named<TierOf>("tier_of"),
+        Named<TierKeys>("tier_keys"),
+        Named<IsGranted>("is_granted"),
+        Named<BeginCheck>("check"),
+        Named<BeginSave>("image"),
+        Named<BeginEnd>("end_epoch"),
+    };
+    return questions;
 }
 
 }  // namespace kvplane

@@ -8,8 +8,8 @@ namespace kvplane {
 // Keeps the core alive, and waits, entry by entry, while a step is applied without the interpreter's lock.
 struct ColumnView {
     PyObject_HEAD PyObject* core;
-    const std::vector<uint8_t>* flags;  // or
-    const Column* numbers;
+    PyObject* (*entry)(const void* column, size_t slot);
+    const void* column;
 };
 
 inline Py_ssize_t ColumnLength(PyObject*) { return kMaxSlots; }
@@ -22,8 +22,7 @@ inline PyObject* ColumnEntry(PyObject* self, Py_ssize_t slot) {
     return Guarded([&]() -> PyObject* {
         const auto& view = *reinterpret_cast<const ColumnView*>(self);
         CoreOf(view.core);
-        if (view.flags != nullptr) return PyBool_FromLong((*view.flags)[static_cast<size_t>(slot)]);
-        return ToPy((*view.numbers)[static_cast<size_t>(slot)]);
+        return view.entry(view.column, static_cast<size_t>(slot));
     });
 }
 
@@ -34,7 +33,13 @@ inline void DestroyColumn(PyObject* self) {
     Py_DECREF(type);
 }
 
-inline PyObject* NewColumnView(PyObject* core, const std::vector<uint8_t>* flags, const Column* numbers) {
+// Entries of bytes are flags.
+template <typename T>
+PyObject* NewColumnView(PyObject* core, const std::vector<T>* column) {
+    using Entry = std::conditional_t<std::is_same_v<T, uint8_t>, bool, T>;
+    const auto entry = [](const void* of, size_t slot) {
+        return ToPy(static_cast<Entry>((*static_cast<const std::vector<T>*>(of))[slot]));
+    };
     static PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(DestroyColumn)},
                                   {Py_sq_length, reinterpret_cast<void*>(ColumnLength)},
                                   {Py_sq_item, reinterpret_cast<void*>(ColumnEntry)},
@@ -45,8 +50,8 @@ inline PyObject* NewColumnView(PyObject* core, const std::vector<uint8_t>* flags
     PyObject* made = NotNull(PyType_GenericAlloc(type, 0));
     auto* view = reinterpret_cast<ColumnView*>(made);
     view->core = Py_NewRef(core);
-    view->flags = flags;
-    view->numbers = numbers;
+    view->entry = entry;
+    view->column = column;
     return made;
 }
 

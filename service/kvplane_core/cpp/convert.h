@@ -64,6 +64,10 @@ template <typename A, typename B>
 PyObject* ToPy(const std::pair<A, B>& value);
 template <typename K, typename V>
 PyObject* ToPy(const std::map<K, V>& values);
+template <typename... T>
+PyObject* ToPy(const std::tuple<T...>& values);
+template <typename T>
+PyObject* ToPy(const std::optional<T>& value);
 void FromPy(PyObject* object, Key* key);
 template <typename T>
 void FromPy(PyObject* object, std::vector<T>* values);
@@ -77,6 +81,7 @@ void FromPy(PyObject* object, std::map<K, V>* values);
 template <typename T>
     requires std::is_integral_v<T>
 PyObject* ToPy(const T& value) {
+    if constexpr (std::is_same_v<T, bool>) return PyBool_FromLong(value);
     if constexpr (std::is_same_v<T, uint64_t>) return NotNull(PyLong_FromUnsignedLongLong(value));
     return NotNull(PyLong_FromLongLong(static_cast<long long>(value)));
 }
@@ -130,18 +135,18 @@ template <typename A, typename B>
 PyObject* ToPy(const std::pair<A, B>& value) {
     return Tuple(ToPy(value.first), ToPy(value.second));
 }
-// A list of pairs from what `for_each` visits with a key and a value.
-template <typename F>
-PyObject* ToPairs(F&& for_each) {
-    Owned list(PyList_New(0));
-    for_each([&](const auto& key, const auto& value) { Append(list, Tuple(ToPy(key), ToPy(value))); });
-    return list.Release();
+template <typename... T>
+PyObject* ToPy(const std::tuple<T...>& values) {
+    return std::apply([](const auto&... value) { return Tuple(ToPy(value)...); }, values);
 }
+template <typename T>
+PyObject* ToPy(const std::optional<T>& value) {
+    return value ? ToPy(*value) : Py_NewRef(Py_None);
+}
+// A list of pairs.
 template <typename K, typename V>
 PyObject* ToPy(const std::map<K, V>& values) {
-    return ToPairs([&](auto&& visit) {
-        for (const auto& [key, value] : values) visit(key, value);
-    });
+    return ToList(values);
 }
 
 // A capsule that owns the value.
@@ -165,6 +170,11 @@ void FromPy(PyObject* object, T* value) {
         Check(static_cast<long long>(*value) == number);
     }
     if (PyErr_Occurred()) Owned::Fail();
+}
+inline void FromPy(PyObject* object, bool* flag) {
+    const int truth = PyObject_IsTrue(object);
+    Check(truth >= 0);
+    *flag = truth == 1;
 }
 inline void FromPy(PyObject* object, std::string* text) {
     Check(PyUnicode_Check(object));

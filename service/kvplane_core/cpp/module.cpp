@@ -1,13 +1,7 @@
 // The Python module `_native`: a replica's core behind a capsule. `kvplane_core.face.native` is its only user.
 
-#include "bind_bytes.h"
-#include "bind_check.h"
-#include "bind_image.h"
-#include "bind_lives.h"
+#include "bind_changes.h"
 #include "bind_pack.h"
-#include "bind_reads.h"
-#include "bind_rows.h"
-#include "bind_tiers.h"
 
 namespace kvplane {
 namespace {
@@ -93,7 +87,8 @@ PyObject* New(PyObject*, PyObject* arguments) {
         std::unique_ptr<Core> core;
         WithoutLock([&] { core = std::make_unique<Core>(std::move(spec)); });  // millions of blocks take a while
         ReadHasher(hashing, core->replica);
-        return Capsule(std::move(core), kName, Destroy);
+        Core& made = *core;
+        return made.capsule = Capsule(std::move(core), kName, Destroy);
     });
 }
 
@@ -185,40 +180,6 @@ PyObject* Apply(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     });
 }
 
-// check_alone(core, part): raises Refused if a replica without requests could not apply the part
-PyObject* CheckAlone(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        Core& core = CoreOf(At(arguments, 0));
-        static const Requests kNobody;
-        if (!core.of_nobody)
-            core.of_nobody = std::make_unique<StepValidator>(core.replica.spec, kNobody, nullptr, nullptr);
-        const Owned parts(PyList_New(0));
-        Append(parts, Py_NewRef(At(arguments, 1)));
-        Step step{.seq = 1};
-        ReadParts(parts.get(), &step.parts);
-        if (!core.of_nobody->Accepts(step)) throw Refused{core.of_nobody->refusal()};
-        Py_RETURN_NONE;
-    });
-}
-
-// set_hash_tail(core, slot, the same)
-PyObject* SetHashTail(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        Core& core = CoreOf(At(arguments, 0));
-        Requests& requests = core.replica.blocks.requests;
-        const Int slot = Number(At(arguments, 1));
-        PyObject* const tail = At(arguments, 2);
-        Check(requests.IsLive(slot));
-        std::vector<uint8_t> pending;
-        if (tail != Py_None) FromPy(tail, &pending);
-        Check(pending.size() % 4 == 0 && pending.size() < requests.hash_block_bytes);
-        requests.HashOutside(slot, tail == Py_None);
-        std::copy(pending.begin(), pending.end(), requests.PendingOf(slot));
-        requests.num_pending[slot] = static_cast<uint32_t>(pending.size());
-        Py_RETURN_NONE;
-    });
-}
-
 // answer_with(types of the objects in answers and values in events, see Answers)
 PyObject* AnswerWith(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
@@ -233,75 +194,37 @@ PyObject* AnswerWith(PyObject*, PyObject* arguments) {
 }
 
 // events(capsule) -> the events of a part
-PyObject* Events(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        return ToPy(EventsOf(At(arguments, 0)));
-    });
+PyObject* Events(PyObject*, PyObject* events) {
+    return Guarded([&] { return ToPy(EventsOf(events)); });
+}
+
+// read(core, question, ...) and change(core, name, ...), see the tables
+PyObject* Read(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    return Guarded([&] { return Questions().Run(arguments, count); });
+}
+PyObject* ChangeBy(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    return Guarded([&] { return Changes().Run(arguments, count); });
+}
+
+using Fast = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);
+
+PyMethodDef Method(const char* name, Fast function, const char* doc) {
+    return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function)), METH_FASTCALL, doc};
 }
 
 PyMethodDef kMethods[] = {
     {"new", New, METH_VARARGS, "Make a core."},
-    {"apply", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(Apply)), METH_FASTCALL, "Apply a step."},
-    {"check_alone", CheckAlone, METH_VARARGS, "Check a part for a replica without requests."},
-    {"read_step", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(ReadSentStep)), METH_FASTCALL,
-     "Read a step from a message."},
-    {"effort", EffortOf, METH_VARARGS, "Estimate the cost of a step that was read."},
-    {"pack_applied", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(PackApplied)), METH_FASTCALL,
-     "Return the decision about the last step, packed."},
+    Method("read_step", ReadSentStep, "Read a step from a message."),
+    Method("apply", Apply, "Apply a step."),
+    Method("read", Read, "Answer a question."),
+    Method("change", ChangeBy, "Change the core."),
+    Method("decode_row", DecodeRow, "Append what a running request gained, and grant it tokens."),
+    {"advance", Advance, METH_O, "Do the next slice of a check, an image or an end."},
+    Method("pack_applied", PackApplied, "Return the decision about the last step, packed."),
     {"pack_events", PackEvents, METH_VARARGS, "Return events, packed."},
     {"removals", Removals, METH_O, "Count removed keys by reason."},
-    {"set_hash_tail", SetHashTail, METH_VARARGS, "Set the tokens of a request that no hash covers."},
+    {"events", Events, METH_O, "Return the events of a part."},
     {"answer_with", AnswerWith, METH_VARARGS, "Set the types of the objects in answers."},
-    {"begin_save", BeginSave, METH_VARARGS, "Begin to write the image of a core."},
-    {"load", LoadImage, METH_VARARGS, "Give a new core the state of an image."},
-    {"events", Events, METH_VARARGS, "Return the events of a part."},
-    {"find", Find, METH_VARARGS, "Find a cached prefix."},
-    {"column", ColumnOf, METH_VARARGS, "Return a column of the requests."},
-    {"live", LiveSlots, METH_VARARGS, "Return the slots that have a request."},
-    {"request", RequestOf, METH_VARARGS, "Return what is known of a request besides the columns."},
-    {"keys", KeysOf, METH_VARARGS, "Return stamps and keys of blocks."},
-    {"blocks", BlocksOf, METH_VARARGS, "Return the blocks of a key."},
-    {"first_blocks", FirstBlocks, METH_VARARGS, "Return the first block of a key in each group."},
-    {"can_rewind", CanRewind, METH_VARARGS, "Whether tokens can be computed again."},
-    {"align_chunk", AlignChunkOf, METH_VARARGS, "Shorten a chunk to where states can be cached."},
-    {"books", Books, METH_VARARGS, "Return counters and records."},
-    {"begin_end", BeginEnd, METH_VARARGS, "Begin to end an engine life."},
-    {"enter_epoch", EnterEpoch, METH_VARARGS, "Begin an engine life."},
-    {"prepare", Prepare, METH_VARARGS, "Build a pool of recovered keys."},
-    {"install", InstallPool, METH_VARARGS, "Install recovered keys."},
-    {"tiers", TiersOf, METH_VARARGS, "Return the slots of the tiers, and what happened to them."},
-    {"tier_of", TierOf, METH_VARARGS, "Return the nearest tier that has a key."},
-    {"tier_keys", TierKeys, METH_VARARGS, "Return the keys of a tier."},
-    {"take_tier_events", TakeTierEvents, METH_VARARGS, "Return and clear the events of tiers."},
-    {"install_slots", InstallSlots, METH_VARARGS, "Install recovered keys of the tiers."},
-    {"take_events", TakeEvents, METH_VARARGS, "Return and clear the events since the last part."},
-    {"store_empty_ranges", StoreEmptyRanges, METH_VARARGS, "Report empty registrations."},
-    {"counts", Counts, METH_VARARGS, "Count the blocks of each group."},
-    {"block_map", BlockMap, METH_VARARGS, "Count the blocks of each group and state by cell."},
-    {"residency", ResidencyOf, METH_VARARGS, "Return histograms of block lifetimes."},
-    {"common_blocks", CommonBlocks, METH_VARARGS, "Count the blocks that all running requests share."},
-    {"free_order", FreeOrder, METH_VARARGS, "Return the free blocks in the order of eviction."},
-    {"numbers", Numbers, METH_VARARGS, "Return numbers of the state."},
-    {"open_step", OpenRows, METH_VARARGS, "Begin a step that is applied row by row."},
-    {"close_step", CloseRows, METH_VARARGS, "End the open step."},
-    {"flush_step", FlushRows, METH_VARARGS, "Return the answers of the open step so far."},
-    {"decode_row", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(DecodeRow)), METH_FASTCALL,
-     "Append what a running request gained, and grant it tokens."},
-    {"extend_row", ExtendRow, METH_VARARGS, "Grant tokens to a running request."},
-    {"update_row", UpdateRow, METH_VARARGS, "Apply a row of facts."},
-    {"cache_row", CacheRow, METH_VARARGS, "Apply a cache section."},
-    {"add_row", AddRow, METH_VARARGS, "Put a new request into a slot."},
-    {"admit_row", AdmitOneRow, METH_VARARGS, "Admit a waiting request."},
-    {"is_granted", IsGranted, METH_VARARGS, "Whether a slot runs in the open step."},
-    {"look_up", LookUpSlot, METH_VARARGS, "Find the cached prefix of a request, up to a limit."},
-    {"find_each", FindEach, METH_VARARGS, "Find the cached prefix of each group by itself."},
-    {"skipped", SkippedOf, METH_VARARGS, "Count the tokens that a window left behind."},
-    {"needed", NeededOf, METH_VARARGS, "Count the free blocks that an allocation takes."},
-    {"tables", TablesOf, METH_VARARGS, "Return the blocks of a slot."},
-    {"take_blocks", TakeBlocks, METH_VARARGS, "Take free blocks."},
-    {"touch_blocks", TouchBlocks, METH_VARARGS, "Add a reference to blocks."},
-    {"begin_check", BeginCheck, METH_O, "Begin a check of the state."},
-    {"advance", Advance, METH_O, "Do the next slice of a check, an image or an end."},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -10,9 +10,9 @@ namespace kvplane {
 #define ATTRIBUTE(object, name) Owned(PyObject_GetAttr(object, NAME(name)))
 
 inline bool IsTrue(PyObject* object) {
-    const int truth = PyObject_IsTrue(object);
-    Check(truth >= 0);
-    return truth == 1;
+    bool flag = false;
+    FromPy(object, &flag);
+    return flag;
 }
 
 inline Int Count(PyObject* object) {

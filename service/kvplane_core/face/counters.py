@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
+from typing import NamedTuple
 
 
 @dataclass(slots=True)
@@ -37,6 +34,14 @@ class GroupCounters:
     allocated_blocks: int
     hit_blocks: int
     evicted_blocks: int
+
+
+class GroupTotals(NamedTuple):
+    """Keys of one group, and the blocks that it allocated and took from the cache since the registration."""
+
+    keys: int
+    allocated: int
+    adopted: int
 
 
 @dataclass(slots=True)

@@ -11,11 +11,11 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, Self
 
-from kvplane.base.groups import GroupSpec, ReplicaSpec
+from kvplane.base.groups import ReplicaSpec
 from kvplane.base.hashing import PackedHashes
 from kvplane.base.step import CacheEvent, News, Part, Step, StepResult
 from kvplane_core.face.cache_events import CacheEvents
-from kvplane_core.face.counters import Counters, GroupCounters, GroupUse, Residency, TierCounters
+from kvplane_core.face.counters import Counters, GroupCounters, GroupTotals, GroupUse, Residency, TierCounters
 from kvplane_core.face.entries import Entries
 from kvplane_core.face.recovery import RecoveredState, RecoveryOutcome
 
@@ -186,33 +186,6 @@ class RequestColumns(Protocol):
         """Return the hashes of the request's full hash blocks."""
 
 
-class GroupView(Protocol):
-    """One group of layers."""
-
-    @property
-    def group(self) -> int:
-        """Number of the group."""
-
-    @property
-    def spec(self) -> GroupSpec:
-        """Its description."""
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of a block."""
-
-    @property
-    def adopted(self) -> int:
-        """Blocks that admissions took from the cache, since the registration."""
-
-    @property
-    def allocated(self) -> int:
-        """Blocks that were allocated, since the registration."""
-
-    def is_downward_closed(self) -> bool:
-        """Whether a hit of n tokens implies hits of all smaller lengths, as for full attention."""
-
-
 class TierView(Protocol):
     """One tier of a replica."""
 
@@ -291,8 +264,6 @@ class ReplicaCore(Protocol):
     @property
     def requests(self) -> RequestColumns: ...
     @property
-    def groups(self) -> Sequence[GroupView]: ...
-    @property
     def epoch(self) -> int: ...
     @property
     def unit_ns(self) -> int: ...
@@ -337,9 +308,8 @@ class ReplicaCore(Protocol):
     def key_step(self, domain: str, group: int, digest: bytes) -> int | None: ...
     def entries(self, blocks: Iterable[int] | None = None) -> Entries: ...
     def stored_events(self) -> Iterator[tuple[int, CacheEvent]]: ...
-    def replay_events(self) -> Iterator[CacheEvent]: ...
     def count_keys(self) -> int: ...
-    def count_keys_of(self, group: int) -> int: ...
+    def group_totals(self) -> list[GroupTotals]: ...
     def group_counters(self) -> list[GroupCounters]: ...
     def block_map(self, cells: int) -> list[list[int]]: ...
     def common_prefix_blocks(self) -> list[int]: ...

@@ -24,9 +24,9 @@ from kvplane.base.step import (
 )
 from kvplane_core.face.cache_events import CacheEvents
 from kvplane_core.face.contents import Content, hash_alone, hash_news
-from kvplane_core.face.counters import Counters, GroupCounters, Residency
+from kvplane_core.face.counters import Counters, GroupCounters, GroupTotals, Residency
 from kvplane_core.face.entries import Entries
-from kvplane_core.face.interface import INSIDE, BlockCounts, GroupView, Hit
+from kvplane_core.face.interface import INSIDE, BlockCounts, Hit
 from kvplane_core.face.keys import NULL_BLOCK
 from kvplane_core.face.recovery import PoolShape, RecoveredState, RecoveryOutcome, verify_entries
 from kvplane_core.face.setup import check_spec
@@ -282,25 +282,14 @@ class Replica:
         ids = every_id(self._pool, self.tiers, blocks)
         return collect(self._pool, self.tiers, self._scheme.digest.size, ids)
 
-    def replay_events(self) -> Iterator[CacheEvent]:
-        """Yield STORED events of all keys, for a new subscriber.
-
-        Call it after `recover`, when no key waits for the execution of a step.
-        """
-        return (event for _, event in self.stored_events())
-
     def count_keys(self) -> int:
         """Count the distinct keys of the prefix cache."""
         return self._pool.count_keys()
 
-    def count_keys_of(self, group: int) -> int:
-        """Count the distinct keys of one group."""
-        return self._pool.count_keys_of(group)
-
-    @property
-    def groups(self) -> Sequence[GroupView]:
-        """The groups of layers, by number."""
-        return self.coordinator.managers
+    def group_totals(self) -> list[GroupTotals]:
+        """Return the keys of each group, and the blocks that it ever took."""
+        managers = self.coordinator.managers
+        return [GroupTotals(self._pool.count_keys_of(one.group), one.allocated, one.adopted) for one in managers]
 
     @property
     def epoch(self) -> int:

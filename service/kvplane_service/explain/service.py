@@ -258,7 +258,7 @@ def _present(host: ReplicaHost, attempt: Attempt, ended: threading.Event) -> Pre
     replica, domain = host.replica, attempt.request.domain
     present: Present = {}
     for digest in resting(attempt.request.digests, ended):
-        for group in range(len(replica.groups)):
+        for group in range(len(replica.spec.groups)):
             blocks = replica.blocks_of(domain, group, digest)
             if blocks:
                 present[KeyName(domain, group, digest)] = frozenset(blocks)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from kvplane.base.errors import InternalError, KvplaneError
 from kvplane.base.step import UNCHANGED, Facts, OnRefusal, Part, RowFlag, Step, StepResult
+from kvplane_core.face.hit_rules import is_downward_closed
 from kvplane_core.face.interface import ReadStep, ReplicaCore
 from kvplane_service.decisions.log import Decision, DecisionLog
 from kvplane_service.decisions.sent import OfParts, Record, SentResult, SentStep, answered
@@ -240,8 +241,8 @@ def _of_tables(part: Part, replica: ReplicaCore) -> int:
     seen += _sum(known, part.prefetch.slot) + sum(part.prefetch.num_hashes) * replica.spec.hash_block_size
     seen += sum(part.retain.num_hashes) * replica.spec.hash_block_size
     units = needed = 0
-    for group in replica.groups:
-        dense = 1 if group.is_downward_closed() else _SPARSE_BLOCKS
+    for group in replica.spec.groups:
+        dense = 1 if is_downward_closed(group) else _SPARSE_BLOCKS
         units += granted // group.block_size // dense
         needed += granted // group.block_size + len(run.slot)
     may_lack = needed > replica.free_blocks or run.reserved or any(flag & _FULL_FIT for flag in run.flags)
@@ -291,7 +292,7 @@ def _of_cache(part: Part, replica: ReplicaCore) -> int:
 
 def _blocks_of(num_tokens: int, replica: ReplicaCore) -> int:
     """Return how many blocks the tables of all groups have for this number of tokens."""
-    return sum(num_tokens // group.block_size for group in replica.groups)
+    return sum(num_tokens // group.block_size for group in replica.spec.groups)
 
 
 def _capped(num_tokens: int, caps: Sequence[int]) -> int:

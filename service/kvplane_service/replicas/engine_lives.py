@@ -250,7 +250,7 @@ class EngineLives:
         A CLEARED event comes first: subscribers then discard the keys that they have of the replica.
         """
         yield from self._publish([CacheEvent(EventKind.CLEARED)])
-        announced = (_without(event, busy) for event in self._replica.replay_events())
+        announced = (_without(event, busy) for _, event in self._replica.stored_events())
         yield from self._publish(event for event in announced if event.hashes)
         yield from self._publish(self._replica.tiers.stored_events())
 

@@ -16,9 +16,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
+from kvplane.base.groups import GroupSpec
 from kvplane.base.trace import parse_traceparent
 from kvplane_core.face import loader
-from kvplane_core.face.interface import GroupView
+from kvplane_core.face.counters import GroupTotals
 from kvplane_service.decisions.counters import REFUSALS, REMOVALS, STEP_BOUNDS_NS, Example, StepTimes
 from kvplane_service.registry import Entry, Registry
 from kvplane_service.replicas.host import ReplicaHost, ReplicaState
@@ -63,26 +64,26 @@ def _blocks(host: ReplicaHost) -> Values:
     return [((state,), count) for state, count in host.replica.block_counts._asdict().items()]
 
 
-def _by_kind(host: ReplicaHost, value: Callable[[GroupView], float]) -> Values:
+def _by_kind(host: ReplicaHost, value: Callable[[GroupSpec, GroupTotals], float]) -> Values:
     """Return, for each kind of group, the sum of a value over the groups of that kind."""
     sums: dict[str, float] = {}
-    for group in host.replica.groups:
-        kind = group.spec.kind.value
-        sums[kind] = sums.get(kind, 0) + value(group)
+    for group, totals in zip(host.replica.spec.groups, host.replica.group_totals(), strict=True):
+        kind = group.kind.value
+        sums[kind] = sums.get(kind, 0) + value(group, totals)
     return [((kind,), value) for kind, value in sums.items()]
 
 
 def _queried(host: ReplicaHost) -> Values:
     queried = host.replica.counters.queried_tokens
-    return _by_kind(host, lambda group: queried if group.spec.is_cached else 0)
+    return _by_kind(host, lambda group, _: queried if group.is_cached else 0)
 
 
 def _hit(host: ReplicaHost) -> Values:
-    return _by_kind(host, lambda group: group.adopted * group.block_size)
+    return _by_kind(host, lambda group, totals: totals.adopted * group.block_size)
 
 
 def _keys(host: ReplicaHost) -> Values:
-    return _by_kind(host, lambda group: host.replica.count_keys_of(group.group))
+    return _by_kind(host, lambda _, totals: totals.keys)
 
 
 def _core(host: ReplicaHost) -> Values:
@@ -155,7 +156,7 @@ _FAMILIES = (
         "kvplane_allocated_blocks",
         "Blocks allocated.",
         ("group_kind",),
-        lambda host: _by_kind(host, lambda group: group.allocated),
+        lambda host: _by_kind(host, lambda _, totals: totals.allocated),
     ),
     Family(
         CounterMetricFamily,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from kvplane.base.groups import NULL_BLOCK, CommitRule, ReplicaSpec
@@ -25,14 +25,13 @@ from kvplane_core.cpp import _native
 from kvplane_core.face.cache_events import CacheEvents
 from kvplane_core.face.columns import SLICE_BLOCKS
 from kvplane_core.face.contents import hash_alone
-from kvplane_core.face.counters import Counters, GroupCounters, Residency
+from kvplane_core.face.counters import Counters, GroupCounters, GroupTotals, Residency
 from kvplane_core.face.entries import Entries
 from kvplane_core.face.interface import (
     INSIDE,
     Answer,
     BlockCounts,
     BrokenInvariant,
-    GroupView,
     Hit,
     ReadStep,
     ReplicaCore,
@@ -40,10 +39,11 @@ from kvplane_core.face.interface import (
 from kvplane_core.face.native.hashers import Hashers
 from kvplane_core.face.native.open_step import NativeOpenStep, hit_of
 from kvplane_core.face.native.published import events_of_keys, published
+from kvplane_core.face.native.reads import Read
 from kvplane_core.face.native.row_views import NativeCoordinator, NativeTracker
 from kvplane_core.face.native.settings import of_group, of_hashes, of_tiers, settings
 from kvplane_core.face.native.tiers import NativeTiers, stamps_of
-from kvplane_core.face.native.views import NativeEvents, NativeGroup, NativeRequests
+from kvplane_core.face.native.views import NativeEvents, NativeRequests
 from kvplane_core.face.packed_values import ValueReader, pack_value
 from kvplane_core.face.reasons import Refusal
 from kvplane_core.face.recovery import PoolShape, RecoveredState, RecoveryOutcome, verify_entries
@@ -64,7 +64,9 @@ class NativeReplica:
     """A replica whose steps are applied by the compiled core.
 
     Attributes:
+        core: the compiled core.
         hashers: hash the tokens that the core does not hash.
+        requests: columns of all requests, by slot.
     """
 
     def __init__(self, spec: ReplicaSpec) -> None:
@@ -85,7 +87,7 @@ class NativeReplica:
         made = cls.__new__(cls)
         made._make(spec)
         try:
-            shown, hashers = _native.load(made._core, spec_digests(spec), image)
+            shown, hashers = _native.change(made.core, "load", spec_digests(spec), image)
         except ValueError as error:
             raise not_loaded(*error.args) from error
         made._shown = array("Q", shown)
@@ -97,11 +99,10 @@ class NativeReplica:
         self.spec, self._scheme = spec, HashScheme.of(spec)
         groups = [of_group(group) for group in spec.normalized.groups]
         hashing = of_hashes(self._scheme)
-        self._core = _native.new(settings(spec, self._scheme.digest.size), groups, of_tiers(spec), hashing)
-        self.tiers = NativeTiers(self._core, spec)
-        self.hashers = Hashers(self._core, self._scheme, hashes_here=hashing[1] is not None)
-        self._requests = NativeRequests(self._core)
-        self._groups = [NativeGroup(self._core, number, group) for number, group in enumerate(spec.groups)]
+        self.core = _native.new(settings(spec, self._scheme.digest.size), groups, of_tiers(spec), hashing)
+        self.tiers = NativeTiers(self.core, spec)
+        self.hashers = Hashers(self.core, self._scheme, hashes_here=hashing[1] is not None)
+        self.requests = NativeRequests(self.core)
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -121,7 +122,7 @@ class NativeReplica:
         read = getattr(step, "read", None)
         with_events = read is None or step.with_events  # type: ignore[attr-defined]
         try:
-            answer = _native.apply(self._core, step, alone, self.hashers.hash, self._shown, read, with_events)
+            answer = _native.apply(self.core, step, alone, self.hashers.hash, self._shown, read, with_events)
         except _native.Refused as refused:
             raise Refusal(*refused.args).error(self.spec, step) from None
         return answer if isinstance(answer, StepResult) else Answer(*answer)
@@ -135,32 +136,27 @@ class NativeReplica:
 
     def effort_of(self, read: object) -> int:
         """Estimate the cost of a step that was read, in nanoseconds, as `effort` of replicas/applying.py does."""
-        return self.unit_ns * _native.effort(self._core, read)
+        return self.unit_ns * _native.read(self.core, "effort", read)
 
     def pack_applied(self, step: Step, at_ns: int, took_ns: int) -> bytes | None:
         """Return the decision about the step that was applied last, as `decisions.packing` packs it; None for one of
         objects with extra keys or traces of requests, which the core does not read.
         """
-        return _native.pack_applied(self._core, step, at_ns, took_ns)
+        return _native.pack_applied(self.core, step, at_ns, took_ns)
 
     def open_step(self, executed_through: int, records: bool = False) -> NativeOpenStep:
         """Begin the next step, whose rows are applied one by one, see `OpenStep`; `records`: they are recorded."""
-        return NativeOpenStep(self._core, self, executed_through, records)
-
-    @property
-    def core(self) -> object:
-        """The core, for its other entries."""
-        return self._core
+        return NativeOpenStep(self.core, self, executed_through, records)
 
     @cached_property
     def coordinator(self) -> NativeCoordinator:
         """What an engine in this process reads."""
-        return NativeCoordinator(self._core, self)
+        return NativeCoordinator(self.core, self)
 
     @property
     def tracker(self) -> NativeTracker:
         """What such an engine reads of steps in flight."""
-        return NativeTracker(self._core)
+        return NativeTracker(self.core)
 
     # -- engine lives ------------------------------------------------------------------------------------------------
 
@@ -174,7 +170,7 @@ class NativeReplica:
 
     def end_epoch(self, stamp_table: Sequence[int] = ()) -> Generator[None]:
         """Do the long part of `begin_epoch`, in slices, see `Replica.end_epoch`."""
-        walk = _native.begin_end(self._core, stamps_of(stamp_table), SLICE_BLOCKS)
+        walk = _native.read(self.core, "end_epoch", stamps_of(stamp_table), SLICE_BLOCKS)
         while _native.advance(walk):
             yield
         self.hashers.clear()
@@ -184,7 +180,7 @@ class NativeReplica:
     ) -> int:
         """Do the short part of `begin_epoch`, see `Replica.enter_epoch`."""
         shown = stamps_of(stamp_table)
-        _native.enter_epoch(self._core, epoch, list(busy), memory_is_new, shown)
+        _native.change(self.core, "enter_epoch", epoch, list(busy), memory_is_new, shown)
         self._shown = shown[: self.spec.num_blocks]
         return self.count_keys()
 
@@ -209,16 +205,14 @@ class NativeReplica:
         further = [(at, (numbers.setdefault(key[:2], len(numbers)), key[2])) for at, key in state.further]
         pair, block, free, digests = state.buffers()
         size = self.digest_size
-        return _native.prepare(
-            self._core, list(numbers), pair, block, digests, size, state.key_tokens, state.stamp, free, further
-        )
+        columns = pair, block, digests, size, state.key_tokens, state.stamp, free
+        return _native.change(self.core, "prepare", list(numbers), *columns, further)
 
     def install_recovered(self, recovered: RecoveredState) -> RecoveryOutcome:
         """Install the result of `verify_entries`, see `Replica.install_recovered`."""
         assert not self.requests.slots() and not self.count_keys(), "only an unused replica can recover"
         pool = recovered.pool if isinstance(recovered, PreparedState) else self._prepared(recovered)
-        _native.install(self._core, pool)
-        _native.install_slots(self._core, [(slot, *key, version) for slot, key, version in recovered.slots])
+        _native.change(self.core, "install", pool, [(slot, *key, version) for slot, key, version in recovered.slots])
         return recovered.outcome
 
     def adopt(self, other: ReplicaCore) -> None:
@@ -230,12 +224,12 @@ class NativeReplica:
 
     def take_events(self) -> CacheEvents:
         """Return and clear the cache events that `begin_epoch` caused."""
-        packed = _native.take_events(self._core)
+        packed = _native.change(self.core, "take_events")
         return CacheEvents() if packed is None else NativeEvents(packed)
 
     def store_empty_ranges(self) -> None:
         """Report empty registrations, see `Replica.store_empty_ranges`."""
-        _native.store_empty_ranges(self._core)
+        _native.change(self.core, "store_empty_ranges")
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -246,7 +240,7 @@ class NativeReplica:
         hashers = [(slot, pack_value(hasher_state(one))) for slot, one in self.hashers.outside()]
         shown = array("Q", self._shown)
         terms = spec_digests(self.spec)[0], shown, hashers, with_statistics, hashed, SLICE_BLOCKS
-        walk, pieces = _native.begin_save(self._core, terms), list[bytes]()
+        walk, pieces = _native.read(self.core, "image", *terms), list[bytes]()
         while isinstance(piece := _native.advance(walk), bytes):
             pieces.append(piece)
         return iter(pieces)
@@ -256,13 +250,40 @@ class NativeReplica:
 
     def check_in_slices(self) -> Generator[None]:
         """Check the invariants of the compiled structures, see `Replica.check_in_slices`."""
-        walk = _native.begin_check(self._core)
+        walk = _native.read(self.core, "check")
         while (found := _native.advance(walk)) is True:
             yield
         if isinstance(found, tuple):
             raise BrokenInvariant(*found)
 
     # -- reads -------------------------------------------------------------------------------------------------------
+
+    # Each as in `Replica`. Of what is counted, the present number.
+    seq = Read[int]()
+    epoch = Read[int]()
+    executed_through = Read[int]()
+    free_blocks = Read[int]()
+    num_running = Read[int]()
+    retained_counts = Read[tuple[int, int]]()
+    busy_blocks = Read[tuple[int, ...]](tuple)
+    counters = Read(lambda counts: Counters(*counts))
+    residency = Read(lambda histograms: Residency(*histograms))
+
+    unit_ns = 50  # time to allocate and register a block, of requests of 40 blocks and more, rounded up
+
+    @property
+    def block_counts(self) -> BlockCounts:
+        """Number of blocks by state."""
+        num_free, num_evictable, slack = _native.read(self.core, "block_counts")
+        return BlockCounts.of(self.spec, len(self.busy_blocks), num_free, num_evictable, slack)
+
+    @property
+    def digest_size(self) -> int:
+        """Bytes of a block hash."""
+        return self._scheme.digest.size
+
+    def _read(self, question: str, *given: object) -> Any:  # noqa: ANN401
+        return _native.read(self.core, question, *given)
 
     def lookup(self, digests: Sequence[bytes], domain: str, num_tokens: int) -> Hit:
         """Find the cached prefix that other clients may use, see `Replica.lookup`."""
@@ -271,18 +292,18 @@ class NativeReplica:
         else:
             assert len(set(map(len, digests))) < 2, "hashes of one scheme have one size"
             joined, size = b"".join(digests), len(digests[0]) if digests else 0
-        tokens, single, blocks = _native.find(self._core, joined, size, domain, num_tokens - 1, -1)
+        tokens, single, blocks = _native.read(self.core, "find", joined, size, domain, num_tokens - 1)
         return Hit(tokens, single, tuple(blocks))
 
     def peek_slot(self, slot: int) -> Hit:
         """Return the hit that an admission of this request would find now, see `Replica.peek_slot`."""
-        return hit_of(self._core, slot)
+        return hit_of(self.core, slot)
 
     def cached_columns(self, digests: Sequence[bytes], domain: str) -> list[bytes]:
         """Return, by group, where the cache has the keys of these hash blocks, see `Replica.cached_columns`."""
         horizon = self.executed_through if self.spec.commit is CommitRule.SAFE else INSIDE
-        find, core, groups = _native.first_blocks, self._core, range(len(self.spec.groups))
-        return [bytes(find(core, domain, [one], digest, horizon) is not None for digest in digests) for one in groups]
+        find, groups = partial(self._read, "first_blocks", domain), range(len(self.spec.groups))
+        return [bytes(find([one], digest, horizon) is not None for digest in digests) for one in groups]
 
     def digests_of(self, content: News) -> PackedHashes:
         """Return the block hashes of a `News` with one row, see `Replica.digests_of`."""
@@ -292,147 +313,67 @@ class NativeReplica:
     def check_alone(self, part: Part) -> None:
         """Raise InvalidArgument if a replica without requests could not apply the part."""
         try:
-            _native.check_alone(self._core, part)
+            _native.read(self.core, "check_alone", part)
         except _native.Refused as refused:
             raise Refusal(*refused.args).error(self.spec, part) from None
 
     def entries(self, blocks: Iterable[int] | None = None) -> Entries:
         """Return the published keys of these blocks, by default of all, see `Replica.entries`."""
         if blocks is None:
-            free = _native.free_order(self._core)
+            free = _native.read(self.core, "free_order")
             held = sorted(set(range(1, self.spec.num_blocks)).difference(free))
             blocks = [*free, *held, *range(self.spec.num_blocks, self.spec.num_stamps)]
-        return published(self._core, self.spec, self.digest_size, list(blocks))
+        return published(self.core, self.spec, self.digest_size, list(blocks))
 
     def stored_events(self) -> Iterator[tuple[int, CacheEvent]]:
         """Yield STORED events of all keys, see `Replica.stored_events`."""
-        return events_of_keys(self._core, self.spec)
+        return events_of_keys(self.core, self.spec)
 
-    def replay_events(self) -> Iterator[CacheEvent]:
-        """Yield STORED events of all keys, for a new subscriber."""
-        return (event for _, event in self.stored_events())
-
-    def blocks_of(self, domain: str, group: int, digest: bytes) -> Sequence[int]:
+    def blocks_of(self, domain: str, group: int, digest: bytes) -> list[int]:
         """Return all blocks that have this key, published or not."""
-        return _native.blocks(self._core, domain, group, digest)[0]
+        return self._read("blocks_of", domain, group, digest)
 
     def key_step(self, domain: str, group: int, digest: bytes) -> int | None:
         """Return the step that registered this key; None if no block has the key."""
-        blocks, step = _native.blocks(self._core, domain, group, digest)
-        return step if blocks else None
+        return self._read("key_step", domain, group, digest)
+
+    def group_totals(self) -> list[GroupTotals]:
+        """Return the keys of each group, and the blocks that it ever took."""
+        return [GroupTotals(*one) for one in self._read("group_totals")]
 
     def count_keys(self) -> int:
         """Count the distinct keys of the prefix cache."""
-        return sum(_native.books(self._core)[1])
-
-    def count_keys_of(self, group: int) -> int:
-        """Count the distinct keys of one group."""
-        return _native.books(self._core)[1][group]
+        return sum(one.keys for one in self.group_totals())
 
     def group_counters(self) -> list[GroupCounters]:
         """Return the counters of each group. Passes over the pool."""
-        taken = _native.books(self._core)[2]
-        return [
-            GroupCounters(used, cached, allocated, adopted, evicted)
-            for (used, cached, evicted), (allocated, adopted) in zip(_native.counts(self._core), taken, strict=True)
-        ]
+        return [GroupCounters(*one) for one in self._read("group_counters")]
 
     def block_map(self, cells: int) -> list[list[int]]:
         """Return per group the held and the cached blocks of each cell, then the other blocks in use."""
-        return _native.block_map(self._core, cells)
+        return self._read("block_map", cells)
 
     def common_prefix_blocks(self) -> list[int]:
         """Return, per group, how many leading blocks all running requests share."""
-        return _native.common_blocks(self._core)
+        return self._read("common_prefix_blocks")
 
     def can_rewind(self, slot: int, num_computed: int) -> bool:
         """Whether the request has all blocks to compute the tokens after the first `num_computed` again."""
-        return _native.can_rewind(self._core, slot, num_computed)
+        return self._read("can_rewind", slot, num_computed)
 
     def shorten_chunk(self, slot: int, start: int, wanted: int) -> int:
         """Return how many of the `wanted` tokens from `start` on an aligned row grants at most."""
-        return _native.align_chunk(self._core, slot, start, wanted)
+        return self._read("shorten_chunk", slot, start, wanted)
 
     def count_held(self, slot: int) -> int:
         """Count the blocks that are held for the transfer of an ended request."""
-        return len(_native.request(self._core, slot)[3])
+        return len(self._read("held", slot))
 
     def group_blocks(self, slot: int) -> list[int]:
         """Count the blocks of a request by group."""
         assert self.requests.is_live(slot), "the slot has no request"
-        return [len(table) - table.count(NULL_BLOCK) for table in _native.tables(self._core, slot)]
+        return [len(table) - table.count(NULL_BLOCK) for table in self._read("tables", slot)]
 
     def count_granted(self, seq: int) -> int:
         """Count the requests to which a step in flight granted tokens; 0 for other steps."""
-        return dict(_native.books(self._core)[3]).get(seq, 0)
-
-    @property
-    def requests(self) -> NativeRequests:
-        """Columns of all requests, by slot."""
-        return self._requests
-
-    @property
-    def groups(self) -> Sequence[GroupView]:
-        """The groups of layers, by number."""
-        return self._groups
-
-    @property
-    def counters(self) -> Counters:
-        """Counts since the registration; a copy."""
-        return Counters(*_native.books(self._core)[4])
-
-    @property
-    def residency(self) -> Residency:
-        """Histograms of block lifetimes."""
-        return Residency(*_native.residency(self._core))
-
-    @property
-    def block_counts(self) -> BlockCounts:
-        """Number of blocks by state."""
-        _, _, _, num_free, num_evictable, _, slack, *_ = _native.numbers(self._core)
-        return BlockCounts.of(self.spec, len(self.busy_blocks), num_free, num_evictable, slack)
-
-    @property
-    def retained_counts(self) -> tuple[int, int]:
-        """Number of retained prefixes, and of the keys of blocks that they name."""
-        return _native.numbers(self._core)[7:9]
-
-    @property
-    def busy_blocks(self) -> tuple[int, ...]:
-        """Blocks that loads of earlier engine lives may still write, ascending."""
-        return tuple(_native.books(self._core)[0])
-
-    @property
-    def unit_ns(self) -> int:
-        """Time to allocate and register a block, of requests of 40 blocks and more, rounded up: the unit of effort."""
-        return 50
-
-    @property
-    def digest_size(self) -> int:
-        """Bytes of a block hash."""
-        return self._scheme.digest.size
-
-    @property
-    def seq(self) -> int:
-        """Number of the last step."""
-        return _native.numbers(self._core)[0]
-
-    @property
-    def epoch(self) -> int:
-        """Number of the engine life."""
-        return _native.numbers(self._core)[1]
-
-    @property
-    def executed_through(self) -> int:
-        """Number of the last executed step."""
-        return _native.numbers(self._core)[2]
-
-    @property
-    def free_blocks(self) -> int:
-        """Number of blocks that can be allocated now."""
-        return _native.numbers(self._core)[3]
-
-    @property
-    def num_running(self) -> int:
-        """Number of requests that hold blocks and may run."""
-        return _native.numbers(self._core)[5]
+        return self._read("count_granted", seq)

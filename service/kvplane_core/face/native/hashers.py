@@ -20,7 +20,7 @@ class Hashers:
         """`hashes_here`: the core hashes the tokens of requests without extra keys."""
         self._core, self._scheme, self._hashes_here = core, scheme, hashes_here
         self._each: dict[int, RequestHasher] = {}  # by slot; also of some requests that have ended
-        self._outside: Sequence[bool] = _native.column(core, "hashed_outside")
+        self._outside: Sequence[bool] = _native.read(core, "column", "hashed_outside")
 
     def clear(self) -> None:
         """Forget all requests."""
@@ -33,7 +33,7 @@ class Hashers:
     def continue_from(self, slot: int, hasher: RequestHasher) -> None:
         """Let the core hash further tokens of a request, or keep the hasher of a request with extra keys."""
         is_here = self._hashes_here and hasher.extra_keys == NO_EXTRA_KEYS
-        _native.set_hash_tail(self._core, slot, hasher.tail.pending if is_here else None)
+        _native.change(self._core, "set_hash_tail", slot, hasher.tail.pending if is_here else None)
         if not is_here:
             self._each[slot] = hasher
 

@@ -44,7 +44,7 @@ _ADMIT_STATUS = tuple(AdmitStatus)
 
 def hit_of(core: object, slot: int, limit: int = UNLIMITED) -> Hit:
     """Return a request's longest cached prefix of at most `limit` tokens."""
-    found = _native.look_up(core, slot, limit)
+    found = _native.read(core, "look_up", slot, limit)
     if found is None:
         raise InvalidArgument(f"slot {slot} has no request", field="slot")
     return Hit(found[0], found[1], tuple(found[2]))
@@ -60,7 +60,7 @@ class NativeOpenStep:
         """
         self._replica = replica
         self._core = core
-        self.seq = _native.open_step(self._core, executed_through, records)
+        self.seq = _native.change(core, "open", executed_through, records)
         self._executed_through = executed_through
         self._epoch = replica.epoch if records else 0
         self._columns: list[tuple[Any, Any, Any, bytes]] = []  # recorded sections that the core keeps, by part
@@ -71,7 +71,7 @@ class NativeOpenStep:
 
     def close(self) -> StepResult:
         """End the step; returns the result of the step."""
-        parts, through, self._columns = _native.close_step(self._core)
+        parts, through, self._columns = _native.change(self._core, "close")
         self._results += parts
         return StepResult(self.seq, 0, self._results, through)
 
@@ -90,7 +90,7 @@ class NativeOpenStep:
 
     def flush(self) -> list[PartResult]:
         """Complete the results of the rows so far; further rows start the next part."""
-        self._results += _native.flush_step(self._core)
+        self._results += _native.change(self._core, "flush")
         return self._results
 
     @property
@@ -101,28 +101,28 @@ class NativeOpenStep:
     @property
     def has_events(self) -> bool:
         """Whether there are cache events that no complete result has."""
-        return _native.numbers(self._core)[9] > 0
+        return _native.read(self._core, "has_events")
 
     def is_granted(self, slot: int) -> bool:
         """Whether the slot runs in this step."""
-        return _native.is_granted(self._core, slot)
+        return _native.read(self._core, "is_granted", slot)
 
     @property
     def any_granted(self) -> bool:
         """Whether a slot runs in this step."""
-        return _native.is_granted(self._core, -1)
+        return self.is_granted(-1)
 
     def update(self, update: Update) -> list[int]:
         """Apply one row of facts; returns the slots that are preempted by it."""
         try:
-            return _native.update_row(self._core, tuple(update))
+            return _native.change(self._core, "update", *update)
         except _native.Refused as refused:
             raise self._named(refused, Part(facts=facts_section([update]))) from None
 
     def change_cache(self, cache: Cache) -> list[int]:
         """Apply a cache section; returns the slots that are preempted by it."""
         try:
-            preempted, self.reset_done, number = _native.cache_row(self._core, cache)
+            preempted, self.reset_done, number = _native.change(self._core, "change_cache", cache)
         except _native.Refused as refused:
             raise self._named(refused, Part(cache=cache)) from None
         if self._others is not None:
@@ -135,7 +135,7 @@ class NativeOpenStep:
         for name, value in columns.items():
             setattr(news, name, [value])
         try:
-            number = _native.add_row(self._core, news)
+            number = _native.change(self._core, "add", news)
         except _native.Refused as refused:
             raise self._named(refused, Part(news=news)) from None
         if self._others is not None:
@@ -152,7 +152,7 @@ class NativeOpenStep:
     ) -> Sequence[list[int]] | None:
         """Grant `num_new` tokens to a running request; None, and no change, if too few blocks are free."""
         try:
-            new = _native.extend_row(self._core, slot, num_new, lookahead, in_flight, int(flags), reserved)
+            new = _native.change(self._core, "extend", slot, num_new, lookahead, in_flight, int(flags), reserved)
         except _native.Refused as refused:
             requests = self._replica.requests
             extra = requests.computed[slot] + num_new - requests.num_tokens[slot] if requests.is_live(slot) else 0
@@ -167,7 +167,7 @@ class NativeOpenStep:
     def admit(self, slot: int, num_hit: int, num_new: int, terms: AdmitRow = NO_TERMS) -> AdmitStatus:
         """Admit a waiting request: adopt a hit of `num_hit` tokens and grant `num_new` more."""
         try:
-            number, new = _native.admit_row(self._core, slot, num_hit, num_new, terms)
+            number, new = _native.change(self._core, "admit", slot, num_hit, num_new, terms)
         except _native.Refused as refused:
             requests = self._replica.requests
             num_tokens = requests.num_tokens[slot] if requests.is_live(slot) else 0

@@ -15,8 +15,8 @@ def published(core: object, spec: ReplicaSpec, digest_size: int, blocks: list[in
     """Return the published keys of these blocks, see `Replica.entries`."""
     bare: list[int] = []
     rows: dict[int, list[tuple[int, int, bytes, int]]] = {}
-    horizon, domains, stamps = _native.numbers(core)[2], _native.books(core)[6], {}
-    for block, (stamp, step, keys, _) in zip(blocks, _native.keys(core, blocks), strict=True):
+    horizon, domains, stamps = _native.read(core, "executed_through"), _native.read(core, "domains"), {}
+    for block, (stamp, step, keys, _) in zip(blocks, _native.read(core, "keys", blocks), strict=True):
         stamps[block] = stamp
         if not keys or step > horizon:
             bare.append(block)
@@ -42,11 +42,12 @@ def published(core: object, spec: ReplicaSpec, digest_size: int, blocks: list[in
 
 def events_of_keys(core: object, spec: ReplicaSpec) -> Iterator[tuple[int, CacheEvent]]:
     """Yield STORED events of all keys, each with the step in flight that registered the keys; 0: they are published."""
-    num_groups, horizon, domains = len(spec.groups), _native.numbers(core)[2], _native.books(core)[6]
+    num_groups, domains = len(spec.groups), _native.read(core, "domains")
+    horizon = _native.read(core, "executed_through")
     for start in range(1, spec.num_blocks, MAX_HASHES):
         rows: dict[tuple[bool, int, int], list[tuple[bytes, int, int]]] = {}
         blocks = range(start, min(start + MAX_HASHES, spec.num_blocks))
-        for block, (_, step, keys, _) in zip(blocks, _native.keys(core, blocks), strict=True):
+        for block, (_, step, keys, _) in zip(blocks, _native.read(core, "keys", blocks), strict=True):
             for number, ((pair, digest), num_tokens) in enumerate(keys):
                 kind = (number > 0, step if step > horizon else 0, pair)
                 rows.setdefault(kind, []).append((digest, block, num_tokens))

@@ -16,7 +16,7 @@ from kvplane_core.face.native.tiers import unpacker
 from kvplane_core.face.setup import hits_end_in_prompt
 
 _of_need = attrgetter(
-    "slot", "num_slots", "num_main", "total_computed", "local_computed", "num_encoder", "capped"
+    "slot", "num_slots", "num_main", "total_computed", "local_computed", "num_encoder"
 )  # fmt: skip
 
 
@@ -50,7 +50,7 @@ class NativeCoordinator:
 
     def tables(self, slot: int) -> list[list[int]]:
         """Return copies of the request's block tables, one per group."""
-        return _native.tables(self._core, slot)
+        return _native.read(self._core, "tables", slot)
 
 
 class NativeManager:
@@ -64,19 +64,19 @@ class NativeManager:
     def __init__(self, core: object, replica: ReplicaCore, group: int) -> None:
         self.group, self.spec = group, replica.spec.groups[group]
         self.block_size, self._core = self.spec.block_size, core
-        self.table = _Entries(lambda slot: _native.tables(self._core, slot)[group])
+        self.table = _Entries(lambda slot: _native.read(core, "tables", slot)[group])
         self.num_cached, self.partial_hit, self.has_allocated, self.last_checkpoints = map(self._column, range(4))
 
     def _column(self, number: int) -> _Entries:
-        return _Entries(lambda slot: _native.request(self._core, slot)[4][self.group][number])
+        return _Entries(lambda slot: _native.read(self._core, "in_group", self.group, slot)[number])
 
     def skipped_tokens(self, num_computed: int) -> int:
         """Return the number of leading tokens that the token after `num_computed` tokens does not attend to."""
-        return _native.skipped(self._core, self.group, num_computed)
+        return _native.read(self._core, "skipped", self.group, num_computed)
 
     def blocks_needed(self, need: Need, hit: Sequence[int]) -> int:
         """Return by how many blocks the allocation lowers the number of free blocks."""
-        return _native.needed(self._core, self.group, _of_need(need), hit)
+        return _native.read(self._core, "needed", self.group, _of_need(need), need.capped, hit)
 
 
 class NativePool:
@@ -92,7 +92,7 @@ class NativePool:
         return _Entries(lambda block: self._keys(block)[number])
 
     def _keys(self, block: int) -> tuple[int, int, list[tuple[tuple[int, bytes], int]], int]:
-        return _native.keys(self._core, [block])[0]
+        return _native.read(self._core, "keys", [block])[0]
 
     @property
     def num_free(self) -> int:
@@ -102,7 +102,7 @@ class NativePool:
     @property
     def free(self) -> list[int]:
         """The free blocks, in the order in which they will be allocated."""
-        return _native.free_order(self._core)
+        return _native.read(self._core, "free_order")
 
     @property
     def epoch(self) -> int:
@@ -112,7 +112,7 @@ class NativePool:
     def key_of(self, block: int) -> Key | None:
         """Return the primary key of a block: domain, group and digest; None if it has none."""
         keys = self._keys(block)[2]
-        return unpacker(_native.books(self._core)[6], self._replica.spec)(keys[0][0]) if keys else None
+        return unpacker(_native.read(self._core, "domains"), self._replica.spec)(keys[0][0]) if keys else None
 
     def blocks_of(self, key: Key) -> list[int]:
         """Return all blocks that have this key."""
@@ -120,7 +120,7 @@ class NativePool:
 
     def find(self, domain: str, groups: Sequence[int], digest: bytes, horizon: int) -> list[int] | None:
         """Return the first block of each group with this digest, see `BlockPool.find`."""
-        return _native.first_blocks(self._core, domain, groups, digest, horizon)
+        return _native.read(self._core, "first_blocks", domain, groups, digest, horizon)
 
     def count_keys(self) -> int:
         """Count the distinct keys."""
@@ -128,18 +128,18 @@ class NativePool:
 
     def take(self, count: int) -> list[int]:
         """Take free blocks, see `BlockPool.take`."""
-        return _native.take_blocks(self._core, count)
+        return _native.change(self._core, "take_blocks", count)
 
     def touch(self, blocks: list[int]) -> None:
         """Add a reference to each block, see `BlockPool.touch`."""
-        _native.touch_blocks(self._core, blocks)
+        _native.change(self._core, "touch_blocks", blocks)
 
 
 class NativeTracker:
     """The attributes of an `InFlightTracker`."""
 
     def __init__(self, core: object) -> None:
-        self.held = _Entries(lambda slot: _native.request(core, slot)[3] or None)
+        self.held = _Entries(lambda slot: _native.read(core, "held", slot) or None)
 
 
 class NativeLookup:
@@ -153,7 +153,7 @@ class NativeLookup:
     ) -> Hit:
         """Find the longest cached prefix of at most `longest` tokens, see `PrefixLookup.find`."""
         assert domain == "" and horizon == INSIDE, "an engine reads its own keys"
-        tokens, single, blocks = _native.find(self._core, digests, 0, "", max_tokens, longest)
+        tokens, single, blocks = _native.read(self._core, "find_inside", digests, max_tokens, longest)
         return Hit(tokens, single, tuple(blocks))
 
     def find_each(
@@ -161,4 +161,4 @@ class NativeLookup:
     ) -> tuple[list[list[int]], list[int]]:
         """Find the longest cached prefix of each group by itself, see `PrefixLookup.find_each`."""
         assert domain == "" and horizon == INSIDE, "an engine reads its own keys"
-        return _native.find_each(self._core, digests, max_tokens)
+        return _native.read(self._core, "find_each", digests, max_tokens)

@@ -12,6 +12,7 @@ from kvplane_core.face.columns import SLICE_BLOCKS
 from kvplane_core.face.counters import GroupUse, TierCounters
 from kvplane_core.face.entries import stored_events
 from kvplane_core.face.keys import Key
+from kvplane_core.face.native.reads import Read
 from kvplane_core.face.native.views import tier_events_of
 
 Unpack = Callable[[tuple[int, bytes]], Key]
@@ -31,38 +32,36 @@ class NativeTiers:
     """What the service reads of the tiers: the attributes of `Tiers`."""
 
     def __init__(self, core: object, spec: ReplicaSpec) -> None:
-        self._core, self._spec = core, spec
+        self.core, self._spec = core, spec
 
     @property
     def each(self) -> Sequence[NativeTier]:
         """Each tier, the nearest first."""
-        rows = zip(self._spec.tiers, _native.tiers(self._core)[0], strict=True)
+        rows = zip(self._spec.tiers, _native.read(self.core, "tiers"), strict=True)
         return [NativeTier(tier.num_blocks, counts) for tier, counts in rows]
 
-    @property
-    def counters(self) -> TierCounters:
-        """What happened since the replica began; a copy."""
-        return TierCounters(*_native.tiers(self._core)[1])
+    counters = Read(lambda counts: TierCounters(*counts), "tier_counters")  # since the replica began
 
     @property
     def has_keys(self) -> bool:
         """Whether a tier has a key."""
-        return any(counts[0] for counts in _native.tiers(self._core)[0])
+        return any(tier.num_held for tier in self.each)
 
     def open_jobs(self) -> dict[str, int]:
         """Return the number of jobs in flight by kind."""
-        return dict(zip(("load", "save", "move"), _native.tiers(self._core)[2], strict=True))
+        return dict(zip(("load", "save", "move"), _native.read(self.core, "open_jobs"), strict=True))
 
     def stored_events(self) -> list[CacheEvent]:
         """Return STORED events of all keys."""
         if not self._spec.events:
             return []
-        key, sizes = unpacker(_native.books(self._core)[6], self._spec), [one.block_size for one in self._spec.groups]
+        key = unpacker(_native.read(self.core, "domains"), self._spec)
+        sizes = [one.block_size for one in self._spec.groups]
         return [
             event
             for number, tier in enumerate(self._spec.tiers)
             for event in stored_events(
-                [(key(packed), slot) for packed, slot, _ in keys_of(self._core, number, tier.num_blocks)],
+                [(key(packed), slot) for packed, slot, _ in keys_of(self.core, number, tier.num_blocks)],
                 sizes,
                 Medium[tier.kind.name],
             )
@@ -70,11 +69,11 @@ class NativeTiers:
 
     def take_events(self) -> list[CacheEvent]:
         """Return and clear the events of all tiers that are not in the result of a part."""
-        return tier_events_of(_native.take_tier_events(self._core))
+        return tier_events_of(_native.change(self.core, "take_tier_events"))
 
     def tier_of(self, domain: str, group: int, digest: bytes) -> int | None:
         """Return the number of the nearest tier that has a key; None if none has."""
-        return _native.tier_of(self._core, domain, group, digest)
+        return _native.read(self.core, "tier_of", domain, group, digest)
 
 
 def unpacker(domains: Sequence[str], spec: ReplicaSpec) -> Unpack:
@@ -94,7 +93,7 @@ def keys_of(core: object, number: int, num_slots: int) -> list[tuple[tuple[int, 
     """
     keys, last = list[tuple[tuple[int, bytes], int, int]](), -1
     while len(keys) < num_slots:  # the tier of a core that changes meanwhile might not end
-        piece = _native.tier_keys(core, number, last, SLICE_BLOCKS)
+        piece = _native.read(core, "tier_keys", number, last, SLICE_BLOCKS)
         if not piece:
             break
         keys += piece

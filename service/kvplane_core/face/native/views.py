@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
-from typing import overload
+from typing import Any, overload
 
 from kvplane.base.declined import Declined
-from kvplane.base.groups import GroupKind, GroupSpec, Medium
+from kvplane.base.groups import Medium
 from kvplane.base.hashing import PackedHashes
 from kvplane.base.packed_ints import PackedInts
 from kvplane.base.prefetch import Prefetched
@@ -24,32 +24,26 @@ from kvplane.base.step import (
 from kvplane_core.cpp import _native
 from kvplane_core.face.cache_events import CacheEvents
 from kvplane_core.face.contents import HashedRows
-from kvplane_core.face.interface import MAX_SLOTS
-
-_DOWNWARD_CLOSED = (GroupKind.FULL_ATTENTION, GroupKind.MLA, GroupKind.SINK_FULL, GroupKind.R_SWA)
+from kvplane_core.face.native.reads import Read
 
 
 class NativeRequests:
     """Columns of all requests, which are those of the compiled core."""
 
     def __init__(self, core: object) -> None:
-        self._core = core
-        self.running: Sequence[bool] = _native.column(core, "running")
-        self.held: Sequence[bool] = _native.column(core, "held_slots")
-        self.num_tokens: Sequence[int] = _native.column(core, "num_tokens")
-        self.computed: Sequence[int] = _native.column(core, "computed")
-        self.live: Sequence[bool] = _native.column(core, "live")
-        self._ends_at: Sequence[int] = _native.column(core, "ends_at")
-        self.request_id = _RequestIds(core)
+        self.core = core
+        self.running, self.held, self.live = map(self._column, ("running", "held_slots", "live"))
+        self.num_tokens, self.computed, self._ends_at = map(self._column, ("num_tokens", "computed", "ends_at"))
+        self.request_id: Sequence[str] = _native.read(core, "column", "request_id")
 
-    @property
-    def loading(self) -> frozenset[int]:
-        """Slots whose blocks a transfer still writes."""
-        return frozenset(_native.books(self._core)[5])
+    def _column(self, name: str) -> Sequence[Any]:
+        return _native.read(self.core, "column", name)
+
+    loading = Read[frozenset[int]](frozenset)  # slots whose blocks a transfer still writes
 
     def is_live(self, slot: int) -> bool:
         """Whether the slot has a request, running or not."""
-        return 0 <= slot < len(self.live) and self.live[slot]
+        return 0 <= slot < len(self.live) and bool(self.live[slot])
 
     def launch_end(self, slot: int) -> int:
         """Return the position, in tokens, where the request's last launch ends, see `Requests.launch_end`."""
@@ -57,53 +51,12 @@ class NativeRequests:
 
     def slots(self) -> list[int]:
         """Return the live slots, ascending."""
-        return _native.live(self._core)
+        return _native.read(self.core, "slots")
 
     def hashes(self, slot: int) -> Sequence[bytes]:
         """Return the hashes of the request's full hash blocks."""
-        _, joined, size, *_ = _native.request(self._core, slot)
+        joined, size = _native.read(self.core, "hashes", slot)
         return PackedHashes(joined, size or 1)
-
-
-class _RequestIds(Sequence[str]):
-    """Names of the requests, by slot."""
-
-    def __init__(self, core: object) -> None:
-        self._core = core
-
-    def __len__(self) -> int:
-        return MAX_SLOTS
-
-    @overload
-    def __getitem__(self, slot: int) -> str: ...
-    @overload
-    def __getitem__(self, slot: slice) -> list[str]: ...
-    def __getitem__(self, slot: int | slice) -> str | list[str]:
-        if isinstance(slot, slice):
-            return [self[one] for one in range(*slot.indices(MAX_SLOTS))]
-        return _native.request(self._core, slot)[0]
-
-
-class NativeGroup:
-    """One group of layers, with the counts of the compiled core."""
-
-    def __init__(self, core: object, number: int, spec: GroupSpec) -> None:
-        self._core = core
-        self.group, self.spec, self.block_size = number, spec, spec.block_size
-
-    @property
-    def allocated(self) -> int:
-        """Number of blocks ever allocated."""
-        return _native.books(self._core)[2][self.group][0]
-
-    @property
-    def adopted(self) -> int:
-        """Number of blocks ever taken over from the cache."""
-        return _native.books(self._core)[2][self.group][1]
-
-    def is_downward_closed(self) -> bool:
-        """Whether a hit of n tokens implies hits of all smaller lengths."""
-        return self.spec.kind in _DOWNWARD_CLOSED
 
 
 class NativePart(PartResult):
