@@ -9,7 +9,7 @@ PYTHON := .venv/bin/python
 RUNTIME := .venv/kvplane-runtime
 DEV := .venv/kvplane-dev
 # Arguments for pytest: make pytest ARGS="tests/core -k sliding"
-ARGS ?= -n 3 --dist loadfile
+ARGS ?= -n 3 --dist loadfile --no-loadscope-reorder
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

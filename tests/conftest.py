@@ -81,7 +81,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             kept.append(item)
     left = set(items).difference(kept)
     config.hook.pytest_deselected(items=[item for item in items if item in left])
-    items[:] = kept
+    items[:] = sorted(kept, key=lambda item: targets.place_of(item.path.relative_to(targets.ROOT).as_posix()))
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

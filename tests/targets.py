@@ -71,6 +71,7 @@ NIGHTLY = {
     "tests/packaging/test_images.py": "the install steps of the images",
     "tests/packaging/test_install.py": "installs into empty environments",
     "tests/packaging/test_native_build.py": "compiles all libraries several times",
+    "tests/packaging/test_new_column.py": "compiles the core with further columns",
     "tests/packaging/test_static_checks.py": "faults that the static checks must find",
     "tests/packaging/test_wheel.py": "builds the wheel",
     "tests/vllm/test_clean_install.py": "installs into empty environments",
@@ -88,16 +89,40 @@ NIGHTLY = {
     "tests/sim/test_tiers.py::test_a_twin_with_tiers_is_caught": "faults that the simulation must find",
     "tests/sim/test_twins.py": "faults that the simulation must find",
     "tests/soak/test_soak.py::test_short_soak_completes": "growth over time",
+    "tests/store/test_store_fuzz.py::test_further_damaged_files_end_no_service": "more seeds",
     "tests/store/test_store_fuzz.py::test_a_damaged_value_in_redis_ends_no_service": "what SQLite shows, with Redis",
     "tests/store/test_store_fuzz.py::test_a_forged_value_in_redis_ends_no_service": "what SQLite shows, with Redis",
     "tests/cli/test_replay_command.py::test_replay_command_replays_300_requests_of_real_traces": "public traces",
     "tests/cli/test_replay_command.py::test_replay_command_is_deterministic": "two replays",
     "tests/cli/test_replay_command.py::test_replay_with_tiers_says_what_each_one_hit": "three replays",
     "tests/cli/test_replay_command.py::test_replay_takes_a_match_unit": "two replays",
+    "tests/cli/test_demo_command.py::test_the_demo_exits_on_a_terminal_where_it_is_asked_to": "one more demo",
     "tests/cli/test_hung.py::test_hung_store_twins_are_caught": "faults that other tests must find",
+    "tests/conformance/test_steps.py::test_further_step_traces_replay_equal_with_one_row_per_part": "more traces",
     "tests/conformance/test_steps_session.py::test_steps_command_prints_a_line_per_path": "a command around others",
     "tests/engine/test_demo.py::test_demo_gets_hits_equal_tokens_and_says_what_the_cache_saved": "`make demo-engine`",
 }
+
+# Files that take longest, longest first. A parallel run begins with them: one that began last would run alone.
+LONGEST = (
+    *(
+        "tests/conformance/test_steps.py",
+        "tests/sim/test_runs.py",
+        "tests/core/test_image.py",
+        "tests/sim/test_tiers.py",
+    ),
+    *("tests/core/test_tier_contents.py", "tests/cli/test_demo_command.py", "tests/cli/test_hung.py"),
+    *("tests/sim/test_hanging.py", "tests/service/test_status_page.py", "tests/engine/test_disk_restarts.py"),
+    *("tests/core/test_step_law.py", "tests/service/auth/test_attacks.py", "tests/test_tidy.py"),
+    *("tests/cli/test_replay_command.py", "tests/service/test_mirror_random.py", "tests/core/test_hazard.py"),
+    *("tests/store/test_store_fuzz.py", "tests/fuzz/test_steps.py", "tests/cli/test_top.py"),
+    *("tests/plan/test_planner_costs.py", "tests/client/test_machine.py", "tests/core/test_open_step.py"),
+)
+
+
+def place_of(path: str) -> int:
+    """Return the place of a test's file in a parallel run: ascending, the same for all but the longest."""
+    return LONGEST.index(path) if path in LONGEST else len(LONGEST)
 
 
 def is_in(path: str, names: Iterable[str], function: str = "") -> bool:

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.packaging, pytest.mark.timeout(600)]
 LINES = {
     "Admit": '  // u32, default 7: a probe.\n  bytes probe = 18 [(column) = {default: 7, range: "0 to 9"}];\n',
     "Orders": '  // u32: probes.\n  bytes probe_block = 28 [(column) = {table: "probe"}];\n',
-    "PartResult": "  // u32: probes.\n  bytes probe = 25 [(column) = {rows: ANY}];\n",
+    "PartResult": "  // u32: probes.\n  bytes probe = 26 [(column) = {rows: ANY}];\n",
 }
 PROGRAM = """
 from kvplane import wire
