@@ -212,12 +212,13 @@ class Fast(Slow):
         ("auto", Fast, True, "compiled"),
         ("auto", Slow, False, "Python (no SHA instructions"),
         ("on", Slow, True, "compiled, without SHA instructions"),
-        ("auto", None, False, "Python (not compiled: install g++"),
+        ("auto", None, False, "Python (the compiled hashing is not installed: install g++"),
         ("off", Fast, False, "Python (KVPLANE_NATIVE=off)"),
     ],
 )
 def test_the_environment_selects(monkeypatch, choice, module, used, said):
     monkeypatch.setattr(native, "_COMPILED", module)
+    monkeypatch.setattr(native, "_PROBLEM", "the compiled hashing is not installed")
     monkeypatch.setenv("KVPLANE_NATIVE", choice)
     assert isinstance(block_digest(HashAlgorithm.KVPLANE), NativeDigest) is used
     needs_no_sha = module is not None and choice != "off"

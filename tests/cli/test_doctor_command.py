@@ -196,7 +196,7 @@ def wrong_choice_of_hashes(service: Service) -> Iterator[None]:
 def no_compiled_core(service: Service) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(loader.VARIABLE, raising=False)
-        patch.setattr(loader, "_native", lambda: None)
+        patch.setattr(loader, "problem", lambda: "the compiled core is not installed")
         yield
 
 

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import pytest
 
-from kvplane.base.compiled import NOT_INSTALLED
 from kvplane.base.errors import KvplaneError
 from kvplane.base.groups import CommitRule, ReplicaSpec
 from kvplane.base.step import CacheEvent, PartResult, Step, StepResult
@@ -87,7 +86,7 @@ def reason() -> str:
     """Why replicas are those of the specification alone; "" if they are compared."""
     if os.environ.get(loader.VARIABLE) == "python":
         return f"{loader.VARIABLE}=python"
-    return "" if loader._native() else loader._problem() or NOT_INSTALLED
+    return loader.problem()
 
 
 def compares() -> bool:

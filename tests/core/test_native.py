@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import native_build
+from kvplane.base import compiled
 from kvplane.base.errors import FailedPrecondition, InvalidArgument
 from kvplane.base.groups import AlignSpec, EvictionPolicy, MambaMode
 from kvplane.base.step import (
@@ -29,6 +30,7 @@ from kvplane.base.step import (
     Step,
 )
 from kvplane.session.rows import AdmitRow, NewsRow, PeekRow, part_of
+from kvplane_core import cpp
 from kvplane_core.face import loader
 from kvplane_core.face.entries import Entries, KeyRun
 from kvplane_core.face.state import digest, export_state
@@ -439,7 +441,7 @@ def test_a_read_waits_for_a_step_that_is_applied_concurrently(wide):
 
 
 def test_a_missing_library_is_named(monkeypatch):
-    monkeypatch.setattr(loader, "_native", lambda: None)
+    monkeypatch.setattr(loader, "problem", lambda: "the compiled core is not installed")
     monkeypatch.setenv(loader.VARIABLE, "native")
     with pytest.raises(FailedPrecondition, match="not installed"):
         loader.new_replica(replica_spec(full()))
@@ -450,20 +452,20 @@ def test_a_missing_library_is_named(monkeypatch):
 
 def test_a_library_of_other_sources_is_named_and_not_used(tmp_path, monkeypatch):
     """Its functions can lack what the Python files of this tree call."""
-    (tmp_path / "cpp").mkdir()
-    (tmp_path / "cpp" / "module.cpp").write_bytes(b"// of a later commit")
-    library = tmp_path / "cpp" / "_native.abi3.so"
+    (tmp_path / "module.cpp").write_bytes(b"// of a later commit")
+    library = tmp_path / "_native.abi3.so"
     library.write_bytes(b"of an earlier one")
-    monkeypatch.setattr(loader, "__file__", str(tmp_path / "face" / "loader.py"))
+    monkeypatch.setattr(cpp, "__path__", [str(tmp_path)])
+    known = sys.modules["kvplane_core.cpp._native"]
     monkeypatch.delitem(sys.modules, "kvplane_core.cpp._native")
-    monkeypatch.setattr(loader, "_problem", loader._problem.__wrapped__)
+    monkeypatch.setattr(loader, "load", compiled.load.__wrapped__)
     monkeypatch.setenv(loader.VARIABLE, "native")
     with pytest.raises(FailedPrecondition, match="compiled from other sources: run make"):
         loader.new_replica(replica_spec(full()))
     monkeypatch.setenv(loader.VARIABLE, "")
     assert isinstance(loader.new_replica(replica_spec(full())), Replica)
     assert loader.describe() == "python (the compiled core was compiled from other sources: run make)"
-    library.write_bytes(sha256(b"// of a later commit").hexdigest().encode())
+    monkeypatch.setitem(sys.modules, "kvplane_core.cpp._native", known)
     assert loader.describe() == "native"
 
 

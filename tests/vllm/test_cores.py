@@ -45,7 +45,7 @@ def test_the_compiled_core_decides_where_it_can(native, monkeypatch, choice, spe
 
 def test_a_required_core_that_cannot_decide_is_an_error(native, monkeypatch):
     monkeypatch.setenv(loader.VARIABLE, "native")
-    monkeypatch.setattr(loader, "_problem", lambda: "the library is of other sources")
+    monkeypatch.setattr(loader, "problem", lambda: "the library is of other sources")
     with pytest.raises(FailedPrecondition, match="the library is of other sources"):
         loader.new_in_process(SPEC)
     monkeypatch.setenv(loader.VARIABLE, "auto")

@@ -18,7 +18,6 @@ from kvplane_core.face.keys import Key
 
 if TYPE_CHECKING:
     from kvplane_core.face.native.row_views import NativePool
-    from kvplane_vllm.manager import InProcessManager
 
 
 def _key_of(digest: bytes, group: int) -> Key:
@@ -99,7 +98,7 @@ class Blocks(KVCacheBlocks):
 class Pool:
     """The allocator's block pool, with the attributes of vLLM's BlockPool."""
 
-    def __init__(self, manager: InProcessManager) -> None:
+    def __init__(self, manager: Any) -> None:  # an InProcessManager, which makes the views
         self._manager = manager
         self.enable_caching = manager.enable_caching
         self.hash_block_size = manager.spec.hash_block_size
@@ -155,7 +154,7 @@ class Manager:
     which makes every allocation instead of vLLM's manager.
     """
 
-    def __init__(self, manager: InProcessManager, group: int, real: Any) -> None:
+    def __init__(self, manager: Any, group: int, real: Any) -> None:
         self._manager, self._group, self._real = manager, group, real
 
     @property
@@ -201,14 +200,14 @@ class Coordinator:
     """
 
     @classmethod
-    def of(cls, manager: InProcessManager, real: Any) -> Coordinator:
+    def of(cls, manager: Any, real: Any) -> Coordinator:
         """Return a stand-in for `real`, vLLM's coordinator. Its class has the name of `real`'s class, which vLLM's
         tests and logs read.
         """
         named: type[Coordinator] = type(type(real).__name__, (cls,), {})
         return named(manager, real)
 
-    def __init__(self, manager: InProcessManager, real: Any) -> None:
+    def __init__(self, manager: Any, real: Any) -> None:
         self._manager, self._real = manager, real
         self.single_type_managers = tuple(
             Manager(manager, group, one) for group, one in enumerate(real.single_type_managers)

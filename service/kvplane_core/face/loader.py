@@ -10,15 +10,12 @@ No other module of the product imports the specification.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
-from functools import cache
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, cast
 
-from kvplane.base.compiled import NOT_INSTALLED, problem_of
+from kvplane.base.compiled import load
 from kvplane.base.errors import FailedPrecondition, InvalidArgument
 from kvplane.base.groups import ReplicaSpec
 from kvplane_core.face.interface import ReplicaCore
@@ -31,7 +28,6 @@ if TYPE_CHECKING:
     from kvplane_core.face.native.open_step import NativeOpenStep
 
 REMEDY = "install g++ and install kvplane again (in a clone: run make)"
-_PACKAGE = "kvplane_core.face.native"
 VARIABLE = "KVPLANE_CORE"
 AUTO = "auto"
 CORES = (AUTO, "python", "native")
@@ -81,7 +77,7 @@ def chosen() -> tuple[str, str]:
         return choice, f"{VARIABLE}={choice}"
     if (_required() if choice == "native" else _native()) is not None:
         return "native", ""
-    return "python", _problem() or NOT_INSTALLED
+    return "python", problem()
 
 
 def core_of(replica: ReplicaCore) -> str:
@@ -107,25 +103,20 @@ def _choice() -> str:
     return choice
 
 
+def problem() -> str:
+    """Return why the compiled core cannot be used; "" if it can."""
+    return load("kvplane_core.cpp", "core")[1]
+
+
 def _native() -> ModuleType | None:
-    if _problem():
-        return None
-    try:
-        return import_module(_PACKAGE)
-    except ImportError:
-        return None
-
-
-@cache
-def _problem() -> str:
-    return "" if "kvplane_core.cpp._native" in sys.modules else problem_of(Path(__file__).parents[1] / "cpp")
+    return None if problem() else import_module("kvplane_core.face.native")
 
 
 def _required() -> ModuleType:
     native = _native()
     if native is None:
         raise FailedPrecondition(
-            _problem() or NOT_INSTALLED,
+            problem(),
             field=VARIABLE,
             remedy=f"{REMEDY}, or set {VARIABLE}=python",
         )

@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from importlib import import_module
-from types import ModuleType
 from typing import TypeAlias
 
 import numpy as np
 
+from kvplane.base.compiled import load
 from kvplane_fleet.index import SWEEP_AT, Found, Index
 
 VARIABLE = "KVPLANE_NATIVE"
@@ -20,14 +19,7 @@ Asked: TypeAlias = tuple[object, Sequence[int], Sequence[int]]  # layout; cells 
 Row: TypeAlias = tuple[int, tuple[int, ...]]  # tokens of a hit; by group, those of its hit alone
 
 
-def _load() -> ModuleType | None:
-    try:
-        return import_module("kvplane_fleet.native._native")
-    except ImportError:
-        return None
-
-
-_COMPILED = _load()
+_COMPILED, _ = load("kvplane_fleet.native", "index")
 
 
 class NativeIndex:

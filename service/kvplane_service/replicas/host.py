@@ -12,7 +12,6 @@ the same code. A refused call changes nothing but the lease.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -20,7 +19,7 @@ from functools import partial
 from kvplane.base.errors import InvalidArgument, KvplaneError, OtherWriter
 from kvplane.base.retain import Retain
 from kvplane.base.session import NEW_EPOCH, Opened, OpenRequest
-from kvplane.base.step import CacheEvent, Part, Step, StepResult
+from kvplane.base.step import Part, Step, StepResult
 from kvplane_core.face.interface import ReplicaCore
 from kvplane_service.config import Config
 from kvplane_service.decisions.log import Life
@@ -47,6 +46,8 @@ from kvplane_service.runtime.executors import Offload
 
 class ReplicaHost(HostState):
     """Controls one core Replica: which client may write, epochs, the order of steps, the lease, and publication."""
+
+    mirror: Mirror
 
     def __init__(
         self,
@@ -260,45 +261,9 @@ class ReplicaHost(HostState):
         self.show_or_hide()
         return replace(self._opened(), epoch=request.epoch, mirror_window=WINDOW, image_wanted=self.mirror.wants_image)
 
-    def continue_from(self, life: Life, nonce: int, events: Iterable[tuple[int, CacheEvent]]) -> None:
-        """Continue the engine life of a mirror's image, which the replica has adopted: publish its keys.
-
-        `events`: STORED events of all keys, each with the step in flight that registered them, 0 = published.
-        """
-        self.steps.replaced()
-        self.idle_check.broken = None  # of the state before
-        self.epoch, self._life_nonce, self.has_left = life.epoch, nonce, False
-        self._order = StepOrder(self._config.max_steps_in_flight)
-        self._order.seq = self.replica.seq
-        self._lives.continue_from(life)
-        self._hold.clear()
-        self.decisions.append(life)
-        self.events.publish(life.epoch, life.events)
-        for step, event in events:
-            if step:
-                self._hold.add(step, [event])
-            else:
-                self.events.publish(life.epoch, [event])
-
-    def advance_mirror(self, step: Step, _: StepResult) -> None:
-        """Record that a step of the mirrored engine was applied."""
-        self._order.advance(step, 0)
-
     def scan_entries(self) -> EntriesScan:
         """Begin to read the published keys."""
         return EntriesScan(self.replica, self._hold)
-
-    def lose_entries(self) -> None:
-        """Withdraw the replica's entries, and publish none that wait for the execution of their step."""
-        self._hold.clear()
-        self.events.withdraw()
-
-    def show_or_hide(self) -> None:
-        """Publish whether the replica's entries may be used now."""
-        if self.state is ReplicaState.LIVE:
-            self.events.restore()
-        else:
-            self.events.withdraw()
 
     # ---- unary calls
 

@@ -1,15 +1,17 @@
-"""The state of the host of one replica, and what other packages may read; changes nothing."""
+"""The state of the host of one replica: what other packages may read, and what the mirror of an engine changes."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import Protocol
 
 from kvplane.base.errors import KvplaneError, ReplicaLapsed, StaleEpoch
 from kvplane.base.hashing import HashScheme
+from kvplane.base.step import CacheEvent, Step, StepResult
 from kvplane_core.face.interface import ReplicaCore
 from kvplane_service.config import Config
 from kvplane_service.decisions.counters import Tally
-from kvplane_service.decisions.log import DecisionLog
+from kvplane_service.decisions.log import DecisionLog, Life
 from kvplane_service.decisions.packed_log import LogBudget
 from kvplane_service.replicas.applying import Applying
 from kvplane_service.replicas.engine_lives import Clock, EngineLives
@@ -22,10 +24,14 @@ from kvplane_service.replicas.states import ReplicaState as ReplicaState
 from kvplane_service.replicas.states import new_replica as new_replica
 from kvplane_service.replicas.step_order import StepOrder
 
-if TYPE_CHECKING:
-    from kvplane_service.replicas.mirror import Mirror
-
 _NS_PER_MS = 1_000_000
+
+
+class _Mirror(Protocol):
+    @property
+    def wants_image(self) -> bool: ...
+    @property
+    def hidden(self) -> KvplaneError | None: ...
 
 
 class HostState:
@@ -37,7 +43,7 @@ class HostState:
         mirror: follows an engine that decides itself.
     """
 
-    mirror: Mirror
+    mirror: _Mirror
 
     def __init__(
         self,
@@ -197,6 +203,44 @@ class HostState:
     def observe_owner_epoch(self, epoch: int) -> None:
         """Record the owner epoch found in the page memory: the next engine life gets a higher epoch number."""
         self._owner_epoch = max(self._owner_epoch, epoch)
+
+    # ---- what the mirror changes
+
+    def continue_from(self, life: Life, nonce: int, events: Iterable[tuple[int, CacheEvent]]) -> None:
+        """Continue the engine life of a mirror's image, which the replica has adopted: publish its keys.
+
+        `events`: STORED events of all keys, each with the step in flight that registered them, 0 = published.
+        """
+        self.steps.replaced()
+        self.idle_check.broken = None  # of the state before
+        self.epoch, self._life_nonce, self.has_left = life.epoch, nonce, False
+        self._order = StepOrder(self._config.max_steps_in_flight)
+        self._order.seq = self.replica.seq
+        self._lives.continue_from(life)
+        self._hold.clear()
+        self.decisions.append(life)
+        self.events.publish(life.epoch, life.events)
+        for step, event in events:
+            if step:
+                self._hold.add(step, [event])
+            else:
+                self.events.publish(life.epoch, [event])
+
+    def advance_mirror(self, step: Step, _: StepResult) -> None:
+        """Record that a step of the mirrored engine was applied."""
+        self._order.advance(step, 0)
+
+    def lose_entries(self) -> None:
+        """Withdraw the replica's entries, and publish none that wait for the execution of their step."""
+        self._hold.clear()
+        self.events.withdraw()
+
+    def show_or_hide(self) -> None:
+        """Publish whether the replica's entries may be used now."""
+        if self.state is ReplicaState.LIVE:
+            self.events.restore()
+        else:
+            self.events.withdraw()
 
     # ---- for the host
 

@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 from kvplane.base.errors import (
     Diverged,
@@ -34,11 +33,9 @@ from kvplane_core.face.inspect import check as check_invariants
 from kvplane_core.face.interface import BrokenInvariant, ReplicaCore
 from kvplane_service.decisions.log import Decision, Entry, Life, without_tokens
 from kvplane_service.replicas.cache_requests import CacheRequests
+from kvplane_service.replicas.host_state import HostState
 from kvplane_service.replicas.step_order import size_of
 from kvplane_service.runtime.executors import Offload
-
-if TYPE_CHECKING:
-    from kvplane_service.replicas.host import ReplicaHost
 
 WINDOW = 64  # messages without an answer
 _IMAGE_BYTES, _BLOCK_BYTES = 64 << 20, 512  # most bytes of an image, and more per block
@@ -84,8 +81,8 @@ class Mirror:
         on_lost: called when what the service has of the replica must not be used any more, so that a store drops it.
     """
 
-    def __init__(self, host: ReplicaHost, clock: Callable[[], int], max_lag_ms: int, max_rows: int) -> None:
-        self._host: ReplicaHost = weakref.proxy(host)  # it has this mirror; a cycle would keep its pool for long
+    def __init__(self, host: HostState, clock: Callable[[], int], max_lag_ms: int, max_rows: int) -> None:
+        self._host: HostState = weakref.proxy(host)  # it has this mirror; a cycle would keep its pool for long
         self._clock = clock
         self._max_lag_ms, self._max_rows = max_lag_ms, max_rows
         self.hidden: KvplaneError | None = None

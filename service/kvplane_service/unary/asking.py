@@ -10,7 +10,7 @@ from typing import Any
 from kvplane.base.errors import FailedPrecondition
 from kvplane.base.step import StepResult
 from kvplane_service.replicas.host import ReplicaHost, ReplicaState
-from kvplane_service.unary.calls import CallHeader, EvictCall, Plan, PrefetchCall, ResetCall, RetainCall, UnaryCall
+from kvplane_service.unary.calls import CacheCall, CallHeader, Plan, PrefetchCall, RetainCall, UnaryCall
 from kvplane_service.unary.idempotency import OpWindow, check_equal
 
 
@@ -25,7 +25,7 @@ class EngineCalls:
     def are_for(self, call: UnaryCall[Any]) -> bool:
         """Whether the replica's engine must carry out this call now."""
         has_engine = self._host.mirror.is_attached or self._host.state is ReplicaState.LIVE
-        return has_engine and isinstance(call, EvictCall | ResetCall | PrefetchCall | RetainCall)
+        return has_engine and isinstance(call, CacheCall)
 
     def check(self, call: UnaryCall[Any]) -> None:
         """Raise FailedPrecondition if the call needs an engine for which the service decides, and there is none."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Generic, Self, TypeVar
+from typing import Generic, TypeVar
 
 from kvplane.base.errors import InvalidArgument, LimitExceeded, PermissionDenied
 from kvplane.base.hashing import HashTail
@@ -17,18 +17,18 @@ from kvplane.base.step import (
     NO_EXTRA_KEYS,
     UNCHANGED,
     UNLIMITED,
+    Admit,
     Cache,
     ExtraKeys,
     News,
+    OnRefusal,
     Part,
     RowFlag,
+    Run,
     StepResult,
     Watermark,
 )
 from kvplane_service.replicas.step_order import UnaryStep
-
-if TYPE_CHECKING:
-    from kvplane_service.unary.service import UnaryCalls
 
 _Answer = TypeVar("_Answer")
 
@@ -61,21 +61,20 @@ class Plan(Generic[_Answer]):
     done: Callable[[StepResult], _Answer]
 
 
-class UnaryCall(ABC, Generic[_Answer]):
-    """One call that changes a replica. `prepare` does everything that may wait; `plan` then runs without waiting."""
+class UnaryCall(Generic[_Answer]):
+    """One call that changes a replica. `UnaryCalls` hashes its token ids, and plans how it is applied."""
 
     __slots__ = ()
 
-    async def prepare(self, unary: UnaryCalls) -> Self:
-        """Return the call with its token ids hashed, or itself if it has none. Raises as `UnaryCalls.do`."""
-        del unary
-        return self
+
+class CacheCall(UnaryCall[StepResult], ABC):
+    """A call that changes the cache alone: where the replica has an engine, its next step carries it out."""
+
+    __slots__ = ()
 
     @abstractmethod
-    def plan(self, unary: UnaryCalls) -> Plan[_Answer]:
-        """Plan how to apply the prepared call to the replica as it is now. Changes nothing; raises as
-        `UnaryCalls.do`.
-        """
+    def plan(self, now_ns: int) -> Plan[StepResult]:
+        """Plan how to apply the call, whose token ids are hashed. Raises InvalidArgument."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,16 +212,33 @@ class AllocateCall(UnaryCall[Allocated]):
     in_flight: int = -1
     victims: tuple[str, ...] = ()
 
-    async def prepare(self, unary: UnaryCalls) -> Self:
-        """Hash the tokens of the content and the appended tokens."""
-        content = None if self.content is None else await unary.hash_content(self.content)
-        return replace(self, content=content, appended=await unary.hash_appended(self.request_id, self.appended))
+    def as_run(self, slot: int, victims: list[int]) -> Run:
+        """Return the row that grants tokens to a running request; `victims`: slots."""
+        return Run(
+            slot=[slot],
+            extra=[self.extra],
+            cap=[self.cap],
+            lookahead=[self.lookahead],
+            in_flight=[self.in_flight],
+            flags=[self.flags & (RowFlag.UNALIGNED | RowFlag.DELAY_CACHING)],
+            victims=victims,
+            on_refusal=OnRefusal.PREEMPT if victims else OnRefusal.STOP,
+        )
 
-    def plan(self, unary: UnaryCalls) -> Plan[Allocated]:
-        """Plan the step's row: a run row (grants tokens) for a running request, an admit row (starts the request) for
-        any other.
-        """
-        return unary.plan_allocation(self)
+    def as_admit(self, slot: int) -> Admit:
+        """Return the row that starts a request which does not run."""
+        return Admit(
+            slot=[slot],
+            extra=[self.extra],
+            cap=[self.cap],
+            lookahead=[self.lookahead],
+            external=[self.external],
+            expected_hit=[self.expected_hit],
+            encoder_tokens=[self.encoder_tokens],
+            reserved=[self.reserved],
+            watermark=[self.watermark],
+            flags=[self.flags],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,14 +249,6 @@ class CommitCall(UnaryCall[Committed]):
     computed: int = UNCHANGED
     appended: Appended = field(default_factory=Appended)
     commit: int = UNCHANGED
-
-    async def prepare(self, unary: UnaryCalls) -> Self:
-        """Hash the appended tokens."""
-        return replace(self, appended=await unary.hash_appended(self.request_id, self.appended))
-
-    def plan(self, unary: UnaryCalls) -> Plan[Committed]:
-        """Plan a facts row: the row of a step that reports appended tokens and full blocks of a request."""
-        return unary.plan_commit(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,49 +261,38 @@ class FreeCall(UnaryCall[StepResult]):
     end: EndKind = EndKind.FREE
     fence_seq: int = 0
 
-    def plan(self, unary: UnaryCalls) -> Plan[StepResult]:
-        """Plan a facts row (reports a change of a request) that ends the request, or a cache section (changes cached
-        blocks) that releases the held blocks of an ended request.
-        """
-        return unary.plan_end(self)
-
 
 @dataclass(frozen=True, slots=True)
-class EvictCall(UnaryCall[StepResult]):
+class EvictCall(CacheCall):
     """One EvictBlocks call: removes the keys (hashes under which a block is found) of these blocks."""
 
     blocks: tuple[int, ...]
 
-    def plan(self, unary: UnaryCalls) -> Plan[StepResult]:
+    def plan(self, now_ns: int) -> Plan[StepResult]:
         """Plan a cache section (the part of a step that changes cached blocks) that removes the keys of the blocks."""
         return Plan(Part(cache=Cache(evicted=list(self.blocks))), _itself)
 
 
 @dataclass(frozen=True, slots=True)
-class ResetCall(UnaryCall[StepResult]):
+class ResetCall(CacheCall):
     """One ResetPrefixCache call: removes the keys (hashes under which a block is found) of all blocks, if no request
     holds a block.
     """
 
-    def plan(self, unary: UnaryCalls) -> Plan[StepResult]:
+    def plan(self, now_ns: int) -> Plan[StepResult]:
         """Plan a cache section (the part of a step that changes cached blocks) that removes all keys."""
         return Plan(Part(cache=Cache(reset=True)), _itself)
 
 
 @dataclass(frozen=True, slots=True)
-class PrefetchCall(UnaryCall[StepResult]):
+class PrefetchCall(CacheCall):
     """One Prefetch call: copies what only the disk has of a prompt's longest hit to the host tier."""
 
     content: Content
     within_ns: int = 0
 
-    async def prepare(self, unary: UnaryCalls) -> Self:
-        """Hash the tokens."""
-        return replace(self, content=await unary.hash_content(self.content))
-
-    def plan(self, unary: UnaryCalls) -> Plan[StepResult]:
+    def plan(self, now_ns: int) -> Plan[StepResult]:
         """Plan a row of the section `prefetch`."""
-        del unary
         given = self.content
         if not given.num_hashes:
             what = f"a prompt of {given.num_tokens} tokens has no full block"
@@ -313,7 +310,7 @@ _OVER_BUDGET = {
 
 
 @dataclass(frozen=True, slots=True)
-class RetainCall(UnaryCall[StepResult]):
+class RetainCall(CacheCall):
     """One Retain call: retains the cached prefix of a prompt for `owner` and `ttl_ns`, or releases it if that is 0.
 
     `percent`: of the blocks of the pool, and of the slots of each tier, that may be retained for the owner.
@@ -325,13 +322,9 @@ class RetainCall(UnaryCall[StepResult]):
     owner: str
     percent: int
 
-    async def prepare(self, unary: UnaryCalls) -> Self:
-        """Hash the tokens."""
-        return replace(self, content=await unary.hash_content(self.content))
-
-    def plan(self, unary: UnaryCalls) -> Plan[StepResult]:
+    def plan(self, now_ns: int) -> Plan[StepResult]:
         """Plan a row of the section `retain`."""
-        given, now_ns = self.content, unary.host.now_ns
+        given = self.content
         if not given.num_hashes:
             what = f"a prompt of {given.num_tokens} tokens has no full block"
             raise InvalidArgument(what, field="content", remedy="retain longer prefixes alone")

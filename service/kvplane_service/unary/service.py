@@ -14,17 +14,14 @@ from kvplane.base.hashing import HashTail
 from kvplane.base.session import NEW_EPOCH
 from kvplane.base.step import (
     UNCHANGED,
-    Admit,
     AdmitStatus,
     Cache,
     End,
     ExtraKeys,
     Facts,
-    OnRefusal,
     Part,
     PartResult,
     RowFlag,
-    Run,
     StepResult,
 )
 from kvplane_service.config import Config
@@ -38,6 +35,7 @@ from kvplane_service.unary.calls import (
     Allocated,
     AllocationStatus,
     Appended,
+    CacheCall,
     CallHeader,
     CommitCall,
     Committed,
@@ -59,6 +57,7 @@ from kvplane_service.unary.requests import KnownRequest, RequestBook
 MAX_REQUEST_ID_CHARS = 128
 
 _Answer = TypeVar("_Answer")
+_Call = TypeVar("_Call", bound=UnaryCall[Any])
 Encode: TypeAlias = Callable[[_Answer], bytes]
 
 _OF_ADMISSION = {
@@ -112,7 +111,7 @@ class UnaryCalls:
         asked: UnaryCall[Any] = call
         self._asking.check(asked)
         if isinstance(call, PrefetchCall | RetainCall):
-            asked = await call.prepare(self)
+            asked = await self._hashed(call)
             self._asking.check(asked)
         if self._asking.are_for(asked):
             return await self._ask_engine(header, asked, encode)
@@ -124,7 +123,7 @@ class UnaryCalls:
             if answer is not None:
                 return answer
             if prepared is None:
-                prepared = await call.prepare(self)
+                prepared = await self._hashed(call)
             elif host.has_left:
                 self._check_begins(header.at, prepared)
                 await host.begin_unary()
@@ -141,7 +140,7 @@ class UnaryCalls:
         answer = self._kept_answer(header)
         if answer is not None:
             return answer
-        plan = call.plan(self)
+        plan = self._plan(call)
         with unary_fields():
             self.host.replica.check_alone(plan.part)
         return await self._asking.ask(header, plan, encode)
@@ -158,7 +157,7 @@ class UnaryCalls:
                 remedy="wait for an engine, or remove every key by a reset",
             )
         self._book = RequestBook(self._config.max_requests)  # its requests have ended with the engine life
-        plan = call.plan(self)
+        plan = self._plan(call)
         with unary_fields():
             self.host.check_begins(at, plan.part)
 
@@ -168,7 +167,7 @@ class UnaryCalls:
         A long call is applied and encoded on a thread; other calls of the replica wait until its answer is kept.
         """
         self._follow_epoch()
-        plan = call.plan(self)
+        plan = self._plan(call)
         with unary_fields():
             turn = self.host.next_unary(header.at, [plan.part])
             if self.host.steps.is_long(turn.step):
@@ -187,6 +186,30 @@ class UnaryCalls:
     def _keep(self, header: CallHeader, answer: bytes) -> bytes:
         self._ops.keep(header.op_id, header.fingerprint, answer)
         return answer
+
+    async def _hashed(self, call: _Call) -> _Call:
+        """Return the call with its token ids hashed, or itself if it has none. Raises as `do`."""
+        changed: dict[str, Any] = {}
+        if isinstance(call, AllocateCall | PrefetchCall | RetainCall) and call.content is not None:
+            changed["content"] = await self.hash_content(call.content)
+        if isinstance(call, AllocateCall | CommitCall):
+            changed["appended"] = await self.hash_appended(call.request_id, call.appended)
+        return replace(call, **changed) if changed else call  # type: ignore[type-var]
+
+    def _plan(self, call: UnaryCall[Any]) -> Plan[Any]:
+        """Plan how to apply a call whose token ids are hashed to the replica as it is now. Changes nothing; raises as
+        `do`.
+        """
+        match call:
+            case AllocateCall():
+                return self._plan_allocation(call)
+            case CommitCall():
+                return self._plan_commit(call)
+            case FreeCall():
+                return self._plan_end(call)
+            case CacheCall():
+                return call.plan(self.host.now_ns)
+        raise TypeError(f"no such call: {call}")
 
     async def hash_content(self, content: Content) -> Content:
         """Return the content with its token ids hashed. Changes nothing.
@@ -244,7 +267,7 @@ class UnaryCalls:
             return 0
         return 0 if requests.running[request.slot] else len(requests.hashes(request.slot))
 
-    def plan_allocation(self, call: AllocateCall) -> Plan[Allocated]:
+    def _plan_allocation(self, call: AllocateCall) -> Plan[Allocated]:
         """Plan an allocation for a request, which is admitted first unless it is running. Raises as `do`."""
         request = self._requested(call)
         part = Part(with_tables=True)
@@ -253,9 +276,9 @@ class UnaryCalls:
         is_running = call.content is None and bool(runs[request.slot])
         if is_running:
             victims = [self._book.get(name, f"victims[{at}]").slot for at, name in enumerate(call.victims)]
-            part.run = _run_row(request.slot, call, victims)
+            part.run = call.as_run(request.slot, victims)
         else:
-            part.admit = _admit_row(request.slot, call)
+            part.admit = call.as_admit(request.slot)
         is_new = bool(part.news.slot)
 
         def done(step: StepResult) -> Allocated:
@@ -268,7 +291,7 @@ class UnaryCalls:
 
         return Plan(part, done)
 
-    def plan_commit(self, call: CommitCall) -> Plan[Committed]:
+    def _plan_commit(self, call: CommitCall) -> Plan[Committed]:
         """Plan to append tokens and register full blocks. Raises NotFound, InvalidArgument."""
         if not call.request_id:
             if call != CommitCall():
@@ -286,7 +309,7 @@ class UnaryCalls:
 
         return Plan(Part(facts=self._facts(request, call.computed, call.appended, call.commit)), done)
 
-    def plan_end(self, call: FreeCall) -> Plan[StepResult]:
+    def _plan_end(self, call: FreeCall) -> Plan[StepResult]:
         """Plan to end a request, to end it and hold its blocks, to preempt it, or to release its held blocks. Raises
         NotFound, InvalidArgument.
         """
@@ -444,34 +467,6 @@ class UnaryCalls:
     def _hashes(self, slot: int) -> Hashes:
         digests = self.host.replica.requests.hashes(slot)
         return Hashes(len(digests), digests[-1]) if digests else Hashes()
-
-
-def _run_row(slot: int, call: AllocateCall, victims: list[int]) -> Run:
-    return Run(
-        slot=[slot],
-        extra=[call.extra],
-        cap=[call.cap],
-        lookahead=[call.lookahead],
-        in_flight=[call.in_flight],
-        flags=[call.flags & (RowFlag.UNALIGNED | RowFlag.DELAY_CACHING)],
-        victims=victims,
-        on_refusal=OnRefusal.PREEMPT if victims else OnRefusal.STOP,
-    )
-
-
-def _admit_row(slot: int, call: AllocateCall) -> Admit:
-    return Admit(
-        slot=[slot],
-        extra=[call.extra],
-        cap=[call.cap],
-        lookahead=[call.lookahead],
-        external=[call.external],
-        expected_hit=[call.expected_hit],
-        encoder_tokens=[call.encoder_tokens],
-        reserved=[call.reserved],
-        watermark=[call.watermark],
-        flags=[call.flags],
-    )
 
 
 def _admission_status(result: PartResult) -> AllocationStatus:

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from importlib import import_module
 from types import ModuleType
 from typing import Any, TypeAlias
 
+from kvplane.base.compiled import load
 from kvplane.base.errors import FailedPrecondition, InvalidArgument
 
 Fields: TypeAlias = dict[str, Any]
@@ -22,14 +22,7 @@ Fields: TypeAlias = dict[str, Any]
 VARIABLE = "KVPLANE_NATIVE"
 
 
-def _load() -> ModuleType | None:
-    try:
-        return import_module("kvplane.base.hashing._native")
-    except ImportError:
-        return None
-
-
-_COMPILED = _load()
+_COMPILED, _PROBLEM = load("kvplane.base.hashing", "hashing")
 
 
 def pack_ids() -> Callable[[object], bytes | None] | None:
@@ -87,7 +80,7 @@ def describe() -> str:
     if os.environ.get(VARIABLE) == "off":
         return f"Python ({VARIABLE}=off)"
     if _COMPILED is None:
-        return "Python (not compiled: install g++ and install kvplane again)"
+        return f"Python ({_PROBLEM}: install g++ and install kvplane again)"
     return f"Python (no SHA instructions that the compiled module uses; {VARIABLE}=on takes it nevertheless)"
 
 
