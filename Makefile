@@ -148,7 +148,7 @@ faults: $(DEV)  ## kill, stop and cut off real processes, fill and damage their 
 vllm-env: $(DEV)  ## set up vLLM 0.33.0 for a CPU, in an environment of its own (5 GB, ten minutes)
 	@$(PYTHON) -m tests.vllm.environment
 
-demo-vllm: vllm-env  ## two vLLM engines on one service; one is killed and comes back with its cache (three minutes)
+demo-vllm: vllm-env  ## vLLM engines are killed and come back with their cache: pages of a worker, or a disk (four minutes)
 	@$(PYTHON) -m tests.vllm.demo
 
 test-vllm: $(DEV)  ## an unmodified vLLM with kvplane's scheduler: its own tests, and live engines compared with stock (KVPLANE_VLLM_SEEDS=20)

@@ -1,9 +1,10 @@
-"""`make demo-vllm`: two vLLM engines on one service; one of them is killed and comes back with its cache.
+"""`make demo-vllm`: vLLM engines are killed and come back with their cache.
 
-Three engines answer the same conversations over HTTP: "a" and "b" with kvplane (mode mirror, pages of a kvplane
-worker), and a stock one. Then b and the stock engine are killed by SIGKILL and started again, and the conversations
-continue. The table has what was hit and the time to the first token (TTFT); every token is compared with those of the
-stock engine.
+Four engines answer the same conversations over HTTP: "a" and "b" with kvplane (mode mirror, pages of a kvplane worker);
+"tiers" with vLLM's own scheduler and kvplane's connector, whose pages have room for a third of the conversations; and a
+stock one. Then all but a are killed by SIGKILL and started again, and the conversations continue: b has its pages,
+"tiers" loads from its disk what it evicted. The table has what was hit and the time to the first token (TTFT); every
+token is compared with those of the stock engine.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ KVPLANE = [sys.executable, "-W", "ignore", "-c", "from kvplane_tools.cli import 
 CONVERSATIONS, TURNS, NEW_TOKENS = 8, 3, 16
 FIRST, FURTHER = 3072, 48  # tokens of the first message of a conversation, and of each further one
 START_S = 300.0
+BLOCKS, FEW_BLOCKS = 1000, 280  # all conversations have 8 x 103 at their end
 
 
 @dataclass
@@ -50,8 +52,8 @@ class Turn:
 class Engine:
     """A `vllm serve` process."""
 
-    def __init__(self, name: str, kvplane: dict[str, str] | None) -> None:
-        self.name, self._kvplane = name, kvplane
+    def __init__(self, name: str, *options: str, num_blocks: int = BLOCKS) -> None:
+        self.name, self._options, self._num_blocks = name, options, num_blocks
         self._log = tempfile.NamedTemporaryFile(prefix=f"vllm-{name}-", suffix=".log")  # noqa: SIM115
         self.start()
 
@@ -65,11 +67,8 @@ class Engine:
         command += ["--skip-tokenizer-init", "--enforce-eager", "--dtype", "float32", "--block-size", "32"]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--max-model-len", "4096", "--max-num-seqs", "16", "--max-num-batched-tokens", "256", "--seed", "0"]
-        command += ["--num-gpu-blocks-override", "1000", "--enable-prompt-tokens-details"]
-        command += ["--distributed-executor-backend", "uni"]
-        if self._kvplane is not None:
-            command += ["--scheduler-cls", "kvplane_vllm.Scheduler", "--worker-cls", "kvplane_vllm.Worker"]
-            command += ["--additional-config", json.dumps({"kvplane": self._kvplane})]
+        command += ["--num-gpu-blocks-override", str(self._num_blocks), "--enable-prompt-tokens-details"]
+        command += ["--distributed-executor-backend", "uni", *self._options]
         env = environment.variables() | {"VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1", "VLLM_LOGGING_LEVEL": "INFO"}
         self._process = subprocess.Popen(
             command, env=env, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
@@ -133,6 +132,18 @@ class Engine:
             self._process.wait()
 
 
+def connector(disk: Path) -> str:
+    """The options of kvplane's connector: tiers with room for all conversations."""
+    options = {
+        "kv_connector": "KvplaneConnector",
+        "kv_connector_module_path": "kvplane_vllm.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"host": "256MiB", "disk": str(disk), "disk_size": "1GiB"},
+    }
+    return json.dumps(options)
+
+
 def prompts(turn: int) -> list[list[int]]:
     """The messages of the clients in this turn, one per conversation."""
     rng = random.Random(turn)
@@ -173,18 +184,23 @@ def main() -> int:
             stack.callback(worker.wait)
             stack.callback(worker.terminate)
             options = {"mode": "mirror", "address": service.address, "replica": name}
-            engines.append(Engine(name, options | {"pages": "worker", "worker": run_dir}))
-        engines.append(Engine("stock", None))
+            options |= {"pages": "worker", "worker": run_dir}
+            classes = "--scheduler-cls", "kvplane_vllm.Scheduler", "--worker-cls", "kvplane_vllm.Worker"
+            engines.append(Engine(name, *classes, "--additional-config", json.dumps({"kvplane": options})))
+        disk = folder / "disk"
+        disk.mkdir()
+        engines.append(Engine("tiers", "--kv-transfer-config", connector(disk), num_blocks=FEW_BLOCKS))
+        engines.append(Engine("stock"))
         for engine in engines:
             stack.callback(engine.kill, signal.SIGTERM)
-        console.print(f"service {service.address}; vLLM engines a and b on kvplane, and a stock one, start (a minute)")
+        console.print(f"service {service.address}; four vLLM engines start (a minute): a, b, tiers, and a stock one")
         for engine in engines:
             engine.wait()
         histories = [list[int]() for _ in range(CONVERSATIONS)]
         done = [list[Turn]() for _ in engines]
         console.print(f"{CONVERSATIONS} conversations, {TURNS} turns at each engine")
         converse(engines, range(TURNS), histories, done)
-        console.print("[bold]kill -9[/bold] of engine b and of the stock engine; both are started again")
+        console.print("[bold]kill -9[/bold] of all engines but a; they are started again")
         for engine in engines[1:]:
             engine.kill()
             engine.start()
@@ -206,7 +222,7 @@ def main() -> int:
             for turn, stock in zip(answered, done[-1], strict=True)
             for got, wanted in zip(turn.answers, stock.answers, strict=True)
         )
-        total = 2 * CONVERSATIONS * (TURNS + 1)
+        total = (len(engines) - 1) * CONVERSATIONS * (TURNS + 1)
         took_s = time.monotonic() - begin
         console.print(f"{differing} of {total} answers differ from those of stock vLLM; {took_s:.0f} s")
         return int(differing > 0)
