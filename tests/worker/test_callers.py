@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,6 +22,7 @@ from kvplane_worker.attach import attach, describe, read_stamps
 from kvplane_worker.lending.rundir import GRPC_SOCKET, SOCKET, read_token, run_dir_of
 from kvplane_worker.rpc import callers
 from kvplane_worker.rpc.client import WorkerClient
+from tests.service.rig import until
 from tests.worker.rig import World, refusal, world
 
 NOBODY = 65534
@@ -161,6 +163,28 @@ def test_connections_are_limited_and_make_room(called: Called):
         assert connection.recv(1) == b"", "the last one is closed"
         earlier.call("Describe", request, pb.DescribeResponse)
     assert describe(called.address).attached_pid == 0
+
+
+def test_a_worker_that_ends_warns_of_no_connection(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    class Late:
+        """A socket that is shut down long before it is closed."""
+
+        def __init__(self, inner: socket.socket) -> None:
+            self.inner = inner
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+        def close(self) -> None:
+            until(lambda: bool(caplog.records) or not accepting.is_alive())
+            self.inner.close()
+
+    one = callers.Callers(tmp_path / "a", tmp_path / "b")
+    one._listener = Late(one._listener)  # type: ignore[assignment]
+    one.start()
+    (accepting,) = [thread for thread in threading.enumerate() if thread.name == "kvplane-callers"]
+    one.close()
+    assert not caplog.records
 
 
 def test_claim_that_means_another_worker_is_refused(called: Called):

@@ -47,6 +47,7 @@ class Callers:
         self._open = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(address))
+        self._is_closed = False
 
     def start(self) -> None:
         """Start to accept connections."""
@@ -55,6 +56,7 @@ class Callers:
 
     def close(self) -> None:
         """Accept no more connections. Open ones end with gRPC's server, which closes its side."""
+        self._is_closed = True
         with contextlib.suppress(OSError):  # it does not listen yet
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes up `accept`
         self._listener.close()
@@ -87,18 +89,12 @@ class Callers:
             try:
                 connection, _ = self._listener.accept()
             except OSError as error:
-                if self._listener.fileno() < 0 or not self._is_listening():
+                if self._is_closed:
                     return
                 _log.warning("a connection was not accepted: %s", error)
                 time.sleep(RETRY_S)
                 continue
             self._admit(connection)
-
-    def _is_listening(self) -> bool:
-        try:
-            return bool(self._listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-        except OSError:
-            return False
 
     def _admit(self, connection: socket.socket) -> None:
         """Pass a connection on, or close it."""
