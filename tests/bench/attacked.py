@@ -1,13 +1,14 @@
 """What an attack costs a server and its victim, and what it costs a server that does nothing, in turns.
 
 Each attack is made on both servers in turns of some seconds, so that other load of the machine meets both. The victim
-calls every 20 ms. Its waits are in real ms, and in ms of the server's CPU time (all its threads) between call and
-answer, which other load does not change. Memory is the most that is resident, above that before the attack.
+calls every 20 ms, and again 10 ms after a call that failed. Its waits for an answer are in real ms, and in ms of the
+server's CPU time (all its threads) between call and answer, which other load does not change. Memory is the most that
+is resident, above that before the attack.
 
-The goal is met if memory is at most 200 MB above quiet, or that of the null server; no more calls fail than at the null
-server; and the 99th percentile of the real waits is at most 50 ms, 5 times that of the quiet server, or that of the
-null server under the same attack: what gRPC and the machine take by themselves. It is met "by CPU time" if the waits in
-CPU time are at most 50 ms or 5 times the quiet ones, and only the real ones, which other load lengthens, are not.
+The goal is met if memory is at most 200 MB above quiet, or that of the null server, and the 99th percentile of the real
+waits is at most 50 ms, 5 times that of the quiet server, or 1.5 times that of the null server under the same attack:
+what gRPC and the machine take by themselves, and what a refusal costs above that. It is met "by CPU time" if the waits
+in CPU time meet it, and only the real ones, which other load lengthens, do not.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ import grpc
 from tests.bench.machine import machine_line
 
 RESULTS = Path(__file__).parent / "results"
-MOST_MB, MOST_MS, TIMES = 200, 50.0, 5
-ROUNDS, QUIET_S, BEGUN_S, PERIOD_S = 4, 1.0, 1.5, 0.02
+MOST_MB, MOST_MS, TIMES, TIMES_NULL = 200, 50.0, 5, 1.5
+ROUNDS, QUIET_S, BEGUN_S, PERIOD_S, RETRY_S = 4, 1.0, 1.5, 0.02, 0.01
 HEAD = (
-    "| attack | done | MB above quiet | p99 ms: quiet | attacked | CPU ms p99: quiet | attacked | failed "
-    "| null server: done | MB | p99 ms: quiet | attacked | CPU ms p99 | failed | goal |"
+    "| attack | done | MB above quiet | p99 ms: quiet | attacked | CPU ms p99: quiet | attacked | retried "
+    "| null server: done | MB | p99 ms: quiet | attacked | CPU ms p99 | retried | goal |"
 )
 
 
@@ -53,20 +54,23 @@ class Served:
 
 @dataclass(slots=True)
 class Waits:
-    """What the victim waited, and how many of its calls failed."""
+    """What the victim waited for answers, and how many of its calls it made again."""
 
     real_ms: list[float] = field(default_factory=list)
     cpu_ms: list[float] = field(default_factory=list)
-    failed: int = 0
+    retried: int = 0
 
     def take(self, served: Served, until: Callable[[], bool]) -> None:
         """Call until it is over."""
         while not until():
             began, cpu = time.perf_counter(), cpu_ms(served.pid)
-            try:
-                served.call()
-            except grpc.RpcError:
-                self.failed += 1
+            while True:
+                try:
+                    served.call()
+                    break
+                except grpc.RpcError:
+                    self.retried += 1
+                    time.sleep(RETRY_S)
             self.cpu_ms.append(cpu_ms(served.pid) - cpu)
             self.real_ms.append(1000 * (time.perf_counter() - began))
             time.sleep(PERIOD_S)
@@ -121,12 +125,13 @@ def p99(values: Sequence[float]) -> float:
 
 def met(server: Figures, null: Figures) -> str:
     """Whether the server meets the goal."""
-    if server.above_mb > max(MOST_MB, null.above_mb) or server.attacked.failed > null.attacked.failed:
+    if server.above_mb > max(MOST_MB, null.above_mb):
         return "no"
-    if p99(server.attacked.real_ms) <= max(MOST_MS, TIMES * p99(server.quiet.real_ms), p99(null.attacked.real_ms)):
-        return "yes"
-    is_cheap = p99(server.attacked.cpu_ms) <= max(MOST_MS, TIMES * p99(server.quiet.cpu_ms))
-    return "by CPU time" if is_cheap else "no"
+    for word, what in (("yes", "real_ms"), ("by CPU time", "cpu_ms")):
+        quiet, attacked, at_null = (p99(getattr(one, what)) for one in (server.quiet, server.attacked, null.attacked))
+        if attacked <= max(MOST_MS, TIMES * quiet, TIMES_NULL * at_null):
+            return word
+    return "no"
 
 
 def row(attack: str, server: Figures, null: Figures) -> str:
@@ -134,9 +139,9 @@ def row(attack: str, server: Figures, null: Figures) -> str:
     cells = [attack, sum_of(server.done), str(server.above_mb)]
     cells += [f"{p99(each):.1f}" for each in (server.quiet.real_ms, server.attacked.real_ms)]
     cells += [f"{p99(each):.1f}" for each in (server.quiet.cpu_ms, server.attacked.cpu_ms)]
-    cells += [str(server.attacked.failed), sum_of(null.done), str(null.above_mb)]
+    cells += [str(server.attacked.retried), sum_of(null.done), str(null.above_mb)]
     cells += [f"{p99(each):.1f}" for each in (null.quiet.real_ms, null.attacked.real_ms, null.attacked.cpu_ms)]
-    cells += [str(null.attacked.failed), met(server, null)]
+    cells += [str(null.attacked.retried), met(server, null)]
     return f"| {' | '.join(cells)} |"
 
 
