@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from functools import partial
 
 import pytest
 
@@ -90,7 +89,10 @@ class Desk:
         return found
 
     def explain(self, text: str, domain: str, keys: ExtraKeys) -> Explanation:
-        prompt = Prompt(self.digests(text, keys), len(text), domain, keys, partial(self.digests, text))
+        async def hash_with(other: ExtraKeys) -> list[bytes]:
+            return self.digests(text, other)
+
+        prompt = Prompt(self.digests(text, keys), len(text), domain, keys, hash_with)
         return asyncio.run(explain_prompt(self.world.host, prompt, Executor("explanations")))
 
     def digests(self, text: str, keys: ExtraKeys) -> list[bytes]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Awaitable, Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -22,10 +22,11 @@ from kvplane_service.runtime.executors import Offload
 from kvplane_service.runtime.slices import Turns, resting
 
 _PIECE = 1024  # hashes of a prompt that are looked up without a rest
+MAX_HASHED_AGAIN = 1 << 21  # tokens of a prompt, times the extra keys with which it is compared
 MAX_CHANGES = 200  # of the keys of a block, in an explanation
 Present = dict[KeyName, frozenset[int]]
 _T = TypeVar("_T")
-HashWith = Callable[[ExtraKeys], Sequence[bytes]]
+HashWith = Callable[[ExtraKeys], Awaitable[Sequence[bytes]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ async def explain_prompt(host: ReplicaHost, prompt: Prompt, offload: Offload) ->
         return Explanation(prompt.num_tokens, account, tentative, is_complete)
     wanted = await offload(lambda: frozenset(digests))
     history = await _read(host, offload, entries, wanted=wanted)
-    others = await offload(lambda: list(_alternatives(history, prompt)))
+    others = await _alternatives(history, prompt, offload)
     if others:
         wanted = wanted.union(*(hashes for _, hashes in others))
         history = await _read(host, offload, entries, wanted=wanted)
@@ -223,15 +224,18 @@ def _explain_attempt(host: ReplicaHost, attempt: Attempt, history: History, pres
     )
 
 
-def _alternatives(history: History, prompt: Prompt) -> Iterator[tuple[ExtraKeys, Sequence[bytes]]]:
-    """Yield the prompt hashed with the extra keys (salt, adapter, multimodal items) of other requests; extra keys that
-    do not fit the prompt are skipped.
+async def _alternatives(history: History, prompt: Prompt, offload: Offload) -> list[tuple[ExtraKeys, Sequence[bytes]]]:
+    """Return the prompt hashed with the extra keys (salt, adapter, multimodal items) of other requests, the latest
+    first, of a long prompt with few; extra keys that do not fit the prompt are skipped.
     """
+    found = list[tuple[ExtraKeys, Sequence[bytes]]]()
     if prompt.hash_with is None:
-        return
-    for keys in other_keys(history, prompt.extra_keys):
+        return found
+    known = await offload(lambda: other_keys(history, prompt.extra_keys))
+    for keys in known[: max(MAX_HASHED_AGAIN // prompt.num_tokens, 1)]:
         with contextlib.suppress(InvalidArgument):
-            yield keys, prompt.hash_with(keys)
+            found.append((keys, await prompt.hash_with(keys)))
+    return found
 
 
 def _look_up(

@@ -34,7 +34,7 @@ from kvplane_service.rpc import decode, prices
 from kvplane_service.rpc.about import About
 from kvplane_service.rpc.encode import core_status, encode_changes, encode_explanation, encode_requests, encode_snapshot
 from kvplane_service.rpc.reads import LongReads
-from kvplane_service.runtime.executors import Executor
+from kvplane_service.runtime.executors import Executor, Offload
 from kvplane_service.runtime.rota import Busy
 from kvplane_service.runtime.slices import Turns
 from kvplane_service.unary.calls import Content
@@ -117,7 +117,8 @@ class AdminServicer:
         if kind is None:
             what = "none of content, request_id and block is set"
             raise InvalidArgument(what, field="what", remedy="set exactly one of content, request_id and block")
-        CALL.get().count(prices.DECISION_BYTES * len(host.decisions) + host.decisions.num_bytes)
+        readings = 2 if kind == "content" else 1  # with the extra keys of others too
+        CALL.get().count(readings * (prices.DECISION_BYTES * len(host.decisions) + host.decisions.num_bytes))
         if kind == "request_id":
             found = await explain_request(host, request.request_id, self._explaining, self._offload)
             return encode_explanation(host, found)
@@ -128,7 +129,7 @@ class AdminServicer:
         content = await entry.unary.hash_content(decode.decode_content(request.content, host.scheme))
         async with self._explaining.turn(host.steps):
             host.check_readable(_WITHOUT_ENGINE)
-            prompt = _prompt(host, content, request.content)
+            prompt = _prompt(host, content, request.content, self._offload)
             return encode_explanation(host, await explain_prompt(host, prompt, self._offload))
 
     async def Record(self, request: pb.RecordRequest) -> AsyncIterator[Message]:  # noqa: N802
@@ -262,14 +263,16 @@ def _snapshot(host: ReplicaHost, summary: bool) -> bytes:
         ) from error
 
 
-def _prompt(host: ReplicaHost, content: Content, message: allocation_pb2.RequestContent) -> Prompt:
+def _prompt(host: ReplicaHost, content: Content, message: allocation_pb2.RequestContent, offload: Offload) -> Prompt:
     """Return the prompt to explain: its hashed content, and a function that hashes its token ids with other extra keys
-    (salt, adapter, multimodal items).
+    (salt, adapter, multimodal items) on a thread, and counts them.
     """
     scheme, tokens = host.scheme, message.token_ids
 
-    def hash_with(keys: ExtraKeys) -> list[bytes]:
-        return split_hashes(hash_tokens(scheme, tokens, keys, None).hashes, scheme.digest.size)
+    async def hash_with(keys: ExtraKeys) -> list[bytes]:
+        CALL.get().count(prices.TOKEN_BYTES * len(tokens))
+        hashed = await offload(lambda: hash_tokens(scheme, tokens, keys, None).hashes)
+        return split_hashes(hashed, scheme.digest.size)
 
     return Prompt(
         digests=host.replica.digests_of(content.as_probe()),

@@ -16,6 +16,7 @@ from kvplane.session.rows import AdmitRow, NewsRow, PeekRow, part_of
 from kvplane.v1 import admin_pb2, front_ends_pb2, routing_pb2
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.auth.quotas import Quotas
+from kvplane_service.explain import service as explain_service
 from kvplane_service.rpc import prices
 from kvplane_service.rpc.prices import (
     BLOCK_BYTES,
@@ -29,7 +30,7 @@ from kvplane_service.rpc.prices import (
 )
 from kvplane_service.unary.hashing import ContentHasher
 from tests.service.guarded import Caller, Guard
-from tests.service.rig import SPEC, refusal, running
+from tests.service.rig import SPEC, refusal, running, until
 
 RATE = 10_000_000
 SECOND = 1_000_000_000
@@ -207,7 +208,21 @@ def test_calls_that_read_a_whole_pool_or_log_count_it(counted):
     decisions = len(counted.caller.app.registry.get("acme/r").host.decisions)
     explain = admin_pb2.ExplainRequest(replica="acme/r", content={"token_ids": TOKENS[:20]})
     assert decisions > 10
-    assert counted.cost(lambda: counted.caller.admin.Explain(explain)) >= CALL_BYTES + DECISION_BYTES * decisions
+    assert counted.cost(lambda: counted.caller.admin.Explain(explain)) >= CALL_BYTES + 2 * DECISION_BYTES * decisions
+
+
+def test_a_prompt_that_is_explained_counts_each_hashing_with_the_keys_of_others(counted, monkeypatch):
+    """A prompt is hashed again with the adapter or the salt of each other request that it may differ by."""
+    for at in range(6):
+        allocate(counted, f"x{at}", content={"token_ids": TOKENS[:20], "extra_keys": {"salt": f"salt-{at}"}})
+    explain = admin_pb2.ExplainRequest(replica="acme/r", content={"token_ids": TOKENS[:800]})
+    costs, log = list[int](), counted.caller.app.registry.get("acme/r").host.decisions
+    until(lambda: not log._num_waiting)  # its size counts too
+    for number in (1, 3, 5):
+        monkeypatch.setattr(explain_service, "MAX_HASHED_AGAIN", number * 800)
+        costs.append(counted.cost(lambda: counted.caller.admin.Explain(explain)))
+    once = TOKEN_BYTES * 800
+    assert [cost - costs[0] for cost in costs] == pytest.approx([0, 2 * once, 4 * once], abs=200)
 
 
 def test_small_calls_are_limited_too(counted):
