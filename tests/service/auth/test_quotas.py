@@ -146,6 +146,20 @@ def test_replicas_and_blocks_are_counted_per_owner(limited):
     rival.register("rival/r", spec)
 
 
+def test_an_owner_gets_the_blocks_of_its_limit_whatever_others_register(tmp_path):
+    """Where the limits of all owners sum to those of the service, each limit is a guarantee too."""
+    limits = {"replicas": 2, "blocks": 2 * SPEC.num_blocks}
+    guard = Guard(tmp_path, {name: {"limits": limits} for name in ("acme", "rival")})
+    with running(guard.config(max_replicas=4, max_total_blocks=4 * SPEC.num_blocks)) as service:
+        acme, rival = Caller(service, "token-acme"), Caller(service, "token-rival")
+        for at in range(2):
+            rival.register(f"rival/{at}")
+        with refusal(QuotaExceeded, "replicas"):
+            rival.register("rival/2")
+        for at in range(2):
+            acme.register(f"acme/{at}")
+
+
 def test_an_expired_replica_comes_back_within_the_limits_only(tmp_path):
     guard = Guard(tmp_path, {"acme": {"limits": {"replicas": 1}}})
     with running(guard.config(store=f"sqlite:{tmp_path / 'keys.sqlite'}")) as service:
