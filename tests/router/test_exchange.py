@@ -8,6 +8,7 @@ import asyncio
 import json
 import time
 import tracemalloc
+from contextlib import contextmanager
 from random import Random
 from typing import Any
 
@@ -18,6 +19,7 @@ from kvplane.v1 import front_ends_pb2 as pb
 from kvplane_fleet.router import picker as picker_module
 from kvplane_fleet.router.picker import HEADER, SUBSET, EndpointPicker, Exchange, last_number
 from kvplane_service.auth.gate import CALL, Call
+from kvplane_service.auth.owners import Owner
 from tests.router.fleets import Scene, tokens
 
 ADDRESSES = {"a": "127.0.0.1:8001", "b": "127.0.0.1:8002", "c": "[::1]:8003"}
@@ -52,6 +54,15 @@ class Proxy:
     async def send(self, *requests, exchange=None):
         one = exchange or self.begin()
         return [answer for request in requests for answer in await one.take(request)]
+
+
+@contextmanager
+def called(call):
+    token = CALL.set(call)
+    try:
+        yield
+    finally:
+        CALL.reset(token)
 
 
 def headers(subset=None, is_end=False):
@@ -203,6 +214,17 @@ async def test_bodies_of_all_streams_share_one_room():
     assert streamed(answers[1:]) == (BODY, True)
 
 
+async def test_the_bodies_of_one_owner_leave_half_of_the_room_to_others():
+    proxy = Proxy(max_body_bytes=1 << 20)
+    for name, is_taken in (("gateway", True), ("gateway", False), ("rival", True), ("", False)):
+        with called(Call(owner=Owner(name=name))):
+            answers = await proxy.send(headers(), *body(b"x" * 400_000, is_end=False))
+            assert (answers == []) is is_taken
+    with called(Call(owner=Owner(name="gateway"))):
+        proxy.picker.room.leave(400_000)
+        assert await proxy.send(headers(), *body(b"x" * 400_000, is_end=False)) == []
+
+
 @pytest.mark.parametrize("unit", [b"{}", b"[]", b'""', b'{"a":{}}'])
 @pytest.mark.parametrize("name", [b"messages", b"prompt", b"model", b"max_tokens", b"cache_salt", b"unknown"])
 async def test_a_body_costs_no_more_memory_than_some_times_its_length(name, unit):
@@ -342,11 +364,8 @@ async def test_each_message_of_an_exchange_counts_what_it_costs():
             return 0
 
     counted, requests = list[int](), [headers(), *body(BODY), response()]
-    token = CALL.set(Counted())
-    try:
+    with called(Counted()):
         sent: Any = Sent(*requests)
         await Proxy().picker.Process(sent)
-    finally:
-        CALL.reset(token)
     apart = [count - one.ByteSize() for count, one in zip(counted, requests, strict=True)]
     assert apart == [picker_module.EXCHANGE_BYTES, picker_module.MESSAGE_BYTES, picker_module.MESSAGE_BYTES]

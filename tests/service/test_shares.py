@@ -13,7 +13,7 @@ from kvplane_service.runtime.slices import Turns
 
 ROOT = Path(__file__).parents[2] / "service"
 BY_OWNER = {"Executor", "Turns", "LongReads"}  # of which each owner has all places, and its turn
-KINDS = {"InOrder", "ThreadPoolExecutor", "Queue", "SimpleQueue", "Semaphore", "Lock", "deque"}
+KINDS = {"InOrder", "ThreadPoolExecutor", "Queue", "SimpleQueue", "Semaphore", "Lock", "deque", "Room"}
 BOUNDED = {
     "kvplane_service/auth/audit.py": "lines of the audit log; at its limit lines are dropped and counted",
     "kvplane_service/auth/quotas.py": "by owner",
@@ -39,6 +39,7 @@ BOUNDED = {
     "kvplane_fleet/follow/order.py": "one place's messages, of a limited size",
     "kvplane_fleet/router/asking.py": "one endpoint's calls under way, at most MOST_OPEN",
     "kvplane_fleet/router/prober.py": "one place's last prompts",
+    "kvplane_fleet/router/picker.py": "the room for bodies, of which each owner has a share",
     "kvplane_fleet/work.py": "one place's booked prompts, of which each owner has a share",
     "kvplane_fleet/router/watching.py": "one call's messages, at most MAX_BYTES; the calls have a share by owner",
 }

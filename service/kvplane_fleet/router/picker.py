@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Protocol
@@ -22,11 +23,12 @@ from google.protobuf.struct_pb2 import ListValue, Struct
 from kvplane.base.errors import KvplaneError, LimitExceeded, NotFound
 from kvplane.v1 import front_ends_pb2 as pb
 from kvplane.wire.parsing import parse
-from kvplane_fleet.decisions import Ask, Decision, Decisions, Event
+from kvplane_fleet.decisions import OWNERS_SHARE, Ask, Decision, Decisions, Event
 from kvplane_fleet.fleet import Fleet
 from kvplane_fleet.router.endpoints import Endpoints
 from kvplane_fleet.router.prompts import Prompts, read_body
 from kvplane_fleet.router.servicer import is_visible, pay
+from kvplane_service.auth.gate import CALL
 from kvplane_service.rpc.methods import Context, next_message
 from kvplane_service.rpc.prices import CALL_BYTES
 
@@ -148,17 +150,28 @@ class EndpointPicker:
 
 
 class Room:
-    """The memory for bodies of requests that have no engine yet."""
+    """The memory for bodies of requests that have no engine yet. One owner takes half of it at most."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes, self.taken_bytes = most_bytes, 0
+        self._of_owner = Counter[str]()
 
     def take(self, num_bytes: int, length: int) -> None:
         """Take some of it for a body of this length so far. Raises Refused if there is not enough."""
-        most = self.most_bytes if length <= SMALL_BODY_BYTES else self.most_bytes - self.most_bytes // SMALL_SHARE
+        most, owner = self.most_bytes, CALL.get().owner.name
+        if length > SMALL_BODY_BYTES:
+            most -= self.most_bytes // SMALL_SHARE
         if self.taken_bytes + num_bytes > most:
             raise Refused(429, f"bodies of requests take {self.taken_bytes} bytes of the router, of {self.most_bytes}")
+        if owner and self._of_owner[owner] + num_bytes > (share := self.most_bytes // OWNERS_SHARE):
+            raise Refused(429, f"bodies of requests of {owner} take {self._of_owner[owner]} bytes, of {share}")
         self.taken_bytes += num_bytes
+        self._of_owner[owner] += num_bytes
+
+    def leave(self, num_bytes: int) -> None:
+        """Give back what the call has taken."""
+        self.taken_bytes -= num_bytes
+        self._of_owner[CALL.get().owner.name] -= num_bytes
 
 
 class Exchange:
@@ -218,7 +231,7 @@ class Exchange:
         return await self._pick(is_end=True) if request.request_body.end_of_stream else []
 
     def _leave_room(self) -> None:
-        self._picker.room.taken_bytes -= len(self._body)
+        self._picker.room.leave(len(self._body))
         self._body = bytearray()
 
     async def _pick(self, is_end: bool) -> list[pb.ProcessResponse]:
