@@ -51,6 +51,7 @@ SOURCE = Path(__file__).resolve().parents[2] / ".tools" / "vllm" / "source"
 LAYER: dict[str, Any] = {"num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
 KINDS = ("full", "window", "chunked", "state", "state", "state", "states", "checkpoint", "large state", "large state")
 NUM_REQUESTS, MOST_STEPS, MOST_LEFT = 45, 700, 60
+MOST_IDLE = 150  # steps that schedule nothing, one after the other, while sessions wait for an input
 
 
 class Options:
@@ -233,7 +234,7 @@ class Play:
         rng = self.rng
         self.prefixes = [[rng.randrange(5, 900) for _ in range(options.longest)] for _ in range(3)]
         self.has_images, self.images = seed % 4 == 0, random.Random(f"images {seed}")
-        self.sent = 0
+        self.sent, self.idle, self.crowds = 0, 0, random.Random(f"crowds {seed}")
 
     def run(self) -> None:
         """Play to the end. Raises WrongContent, or whatever the scheduler raises."""
@@ -268,12 +269,17 @@ class Play:
     def _step(self, leaver: str, depth: int) -> None:
         world, rng, kill = self.world, self.rng, self.options.kill
         output = world.schedule()
+        self.idle = 0 if output.num_scheduled_tokens or world.flight else self.idle + 1
+        assert self.idle < MOST_IDLE, f"nothing is scheduled for {list(world.scheduler.requests.values())}"
         if rng.random() < kill:
             self._kill()
             return
         world.launch(output)
         if leaver:
             self._leave(leaver, sends_again=False)
+        if self.crowds.random() < self.options.abort / 12:  # whoever sent them has ended
+            for name in list(world.scheduler.requests):
+                self._leave(name, sends_again=False)
         if rng.random() < kill:
             self._kill()
             return

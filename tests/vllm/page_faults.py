@@ -24,6 +24,11 @@ def keep_unwritten() -> None:
     Books.unwritten = lambda self, entry, computed: []  # type: ignore[method-assign]
 
 
+def keep_copies() -> None:
+    """Copies that no launch has carried out wait for the next one, although their blocks were returned."""
+    Books.give_up_copies = lambda self: None  # type: ignore[method-assign]
+
+
 def run_ahead() -> None:
     """The step of a launch that has not ended counts as executed."""
     Driver._done = property(lambda self: self._link.answered)  # type: ignore[method-assign,assignment]
@@ -53,6 +58,7 @@ FAULTS: dict[str, Callable[[], None]] = {  # as in `test_page_contents`
     "copy lost in process": lose_copies,
     "copy lost in mode remote": lose_copies,
     "unwritten blocks keep their keys": keep_unwritten,
+    "copies outlive their requests": keep_copies,
     "launch counts as executed too early": run_ahead,
     "reset lost with its session": lose_resets,
     "reset under requests that hold blocks": reset_under_requests,

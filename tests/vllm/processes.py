@@ -17,20 +17,41 @@ from tests.store.servers import free_port
 from tests.vllm import environment
 
 
+class Worker:
+    """A kvplane worker without a service.
+
+    Attributes:
+        folder: its directory.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __enter__(self) -> Worker:
+        command = "from kvplane_tools.cli import main; main()"
+        options = ["worker", "--opaque", "--replica", "r", "--run-dir", str(self.folder)]
+        self._process = subprocess.Popen([sys.executable, "-c", command, *options], stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        assert "pages at" in self._process.stdout.readline()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+    def kill(self) -> None:
+        """Kill it with SIGKILL."""
+        self._process.kill()
+        self._process.wait()
+
+
 @contextmanager
 def worker_in(folder: Path) -> Iterator[Path]:
     """Run a kvplane worker without a service in a directory."""
-    command = "from kvplane_tools.cli import main; main()"
-    options = ["worker", "--opaque", "--replica", "r", "--run-dir", str(folder)]
-    process = subprocess.Popen([sys.executable, "-c", command, *options], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert "pages at" in process.stdout.readline()
-    try:
+    with Worker(folder):
         yield folder
-    finally:
-        process.terminate()
-        process.wait()
-        process.stdout.close()
 
 
 class Service:

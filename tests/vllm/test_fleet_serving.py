@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
 import urllib.request
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from random import Random
 
 import pytest
@@ -24,51 +23,28 @@ import pytest
 from tests.router.envoy import Envoy
 from tests.store.servers import free_port
 from tests.vllm import environment
+from tests.vllm.served import Vllm
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(0)]
 LOAD, CLIENTS = int(os.environ.get("KVPLANE_VLLM_LOAD", "300")), 6
-BLOCK, NUM_BLOCKS, LONGEST, NEW = 32, 400, 600, 8
-START_S, WITHIN_S = 900, 300
+NUM_BLOCKS, LONGEST, NEW = 400, 600, 8
+WITHIN_S = 300
 RIGHT = 0.999  # of the tokens, under load
 
 
-class Vllm:
+class Engine(Vllm):
     """`vllm serve` of a model with windows."""
 
     def __init__(self, folder, name):
-        self.port, self.events, self.replay = (free_port() for _ in range(3))
-        self._log = folder / f"{name}.log"
+        self.events, self.replay = (free_port() for _ in range(2))
         publish = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{self.events}"}
-        command = [str(environment.PYTHON.with_name("vllm")), "serve", str(environment.MODELS / "gptoss")]
-        command += ["--skip-tokenizer-init", "--enforce-eager", "--host", "127.0.0.1", "--port", str(self.port)]
-        command += ["--dtype", "float32", "--block-size", str(BLOCK), "--max-model-len", "640", "--seed", "0"]
-        command += ["--max-num-seqs", "16", "--max-num-batched-tokens", "256", "--served-model-name", "m"]
-        command += ["--num-gpu-blocks-override", str(NUM_BLOCKS), "--enable-prompt-tokens-details"]
-        command += ["--kv-events-config", json.dumps({**publish, "replay_endpoint": f"tcp://*:{self.replay}"})]
-        command += ["--distributed-executor-backend", "uni"]
-        with self._log.open("w") as log:
-            # A session of its own, so that a kill reaches the process of the engine core too.
-            self.process = subprocess.Popen(
-                command, env=environment.variables(), stdout=log, stderr=log, start_new_session=True
-            )
+        options = ["--num-gpu-blocks-override", str(NUM_BLOCKS), "--kv-events-config"]
+        options += [json.dumps({**publish, "replay_endpoint": f"tcp://*:{self.replay}"})]
+        super().__init__(folder / f"{name}.log", "gptoss", *options)
 
     def place(self, name):
-        place = {"name": name, "model": "m", "endpoint": f"http://127.0.0.1:{self.port}"}
+        place = {"name": name, "model": "m", "endpoint": self.url}
         return place | {"events": f"tcp://127.0.0.1:{self.events}", "replay": f"tcp://127.0.0.1:{self.replay}"}
-
-    def wait_until_ready(self):
-        deadline = time.monotonic() + START_S
-        while True:
-            assert self.process.poll() is None, self._log.read_text()[-3000:]
-            assert time.monotonic() < deadline, self._log.read_text()[-3000:]
-            with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5):
-                return
-            time.sleep(1)
-
-    def kill(self):
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
 
 
 class Fleet:
@@ -76,7 +52,7 @@ class Fleet:
 
     def __init__(self, folder, stack):
         environment.set_up()
-        self.engines = {name: Vllm(folder, name) for name in ("a", "b")}
+        self.engines = {name: Engine(folder, name) for name in ("a", "b")}
         for one in self.engines.values():
             stack.callback(one.kill)
         for one in self.engines.values():

@@ -18,6 +18,7 @@ FAULTS = {  # as in `page_faults`, which needs vLLM: mode and seed that show it
     "copy lost in process": ("inprocess", 3),
     "copy lost in mode remote": ("remote-off", 3),
     "unwritten blocks keep their keys": ("remote-on", 19, "abort=0.15"),
+    "copies outlive their requests": ("remote-on", 1, 'kind="state"', "spare=0", "abort=0.6"),
     "launch counts as executed too early": ("remote-on", 3),
     "reset lost with its session": ("remote-off+pages", 3),
     "reset under requests that hold blocks": ("inprocess", 3),

@@ -376,7 +376,9 @@ class Books:
         self.admitted.clear()
 
     def give_up_copies(self) -> None:
-        """Take back the copies that no launch has carried out: no key of their targets may outlive the next message."""
+        """Take back the copies that no launch has carried out, when the next message returns their blocks: the next
+        request may get them, and zeroes for their sources. No key of their targets may outlive that message.
+        """
         self._evicted += self.page_orders.targets
         self.page_orders.give_up(self.page_orders.targets)
 

@@ -273,8 +273,11 @@ class Link:
         if self._away_by != error.reason:
             logger.warning("nothing is scheduled until the service accepts a step: %s", error)
         self._away_by = error.reason
-        self._say(str(error))
+        self._explain(error)
         return Away()
+
+    def _explain(self, error: KvplaneError) -> None:
+        self._say(f"kvplane's service {self._settings.target.address} accepts no step: {error}")
 
     def _lost(self, error: KvplaneError) -> Lost:
         assert self._session is not None, "it ended now"
@@ -287,7 +290,7 @@ class Link:
         else:
             logger.warning("the session ended: %s; %s", error.message, MOVES)
         self._away_by = error.reason
-        self._say(str(error))
+        self._explain(error)
         self._session.abort()
         self._session = None
         return Lost()
