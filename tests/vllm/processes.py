@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -104,14 +104,19 @@ class Service:
         self.kill()
 
 
-def run(script: str, *arguments: object, on_step: Callable[[], None] = lambda: None) -> Any:
+def run(
+    script: str,
+    *arguments: object,
+    on_step: Callable[[], None] = lambda: None,
+    env: Mapping[str, str] | None = None,
+) -> Any:
     """Run a script of this folder with vLLM; returns its result. `on_step` is called for each line "STEP", after which
-    the script gets an empty line.
+    the script gets an empty line. `env`: None = `environment.variables()`.
     """
     command = [str(environment.PYTHON), str(Path(__file__).with_name(script)), *map(str, arguments)]
     lines = []
     with TemporaryFile("w+") as errors:
-        env = environment.variables()
+        env = environment.variables() if env is None else env
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
         with subprocess.Popen(command, env=env, text=True, **pipes) as process:  # type: ignore[call-overload]
             try:

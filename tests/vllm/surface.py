@@ -3,6 +3,7 @@
     python -m tests.vllm.surface                  # download the newest vLLM, compare it with surface.txt
     python -m tests.vllm.surface --version 0.32.0
     python -m tests.vllm.surface --record         # write surface.txt from the environment of `make vllm-env`
+    python -m tests.vllm.surface --count          # how many names that only vLLM defines the adapter touches, by folder
 
 The surface is read from the source, without importing it: what the adapter imports, the members of those classes that
 it names, every name that it can ask of the objects that vLLM gives it, the methods of the KV cache manager with their
@@ -41,10 +42,10 @@ ASKS = re.compile(r"\bkv_cache_manager((?:\.\w+)+)")
 Files = dict[str, str]  # path in the package -> source
 
 
-def adapter_imports() -> set[tuple[str, str]]:
-    """(module, name) of each import from vLLM in the adapter."""
+def adapter_imports(folder: str = "") -> set[tuple[str, str]]:
+    """(module, name) of each import from vLLM in the adapter, or in one of its folders."""
     found = set()
-    for path in ADAPTER.rglob("*.py"):
+    for path in (ADAPTER / folder).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
                 found |= {(str(node.module), one.name) for one in node.names}
@@ -53,10 +54,10 @@ def adapter_imports() -> set[tuple[str, str]]:
     return found
 
 
-def adapter_attributes() -> set[str]:
+def adapter_attributes(folder: str = "") -> set[str]:
     """Every name that the adapter can ask of an object: attributes, arguments by name, and texts for getattr."""
     found = set()
-    for path in ADAPTER.rglob("*.py"):
+    for path in (ADAPTER / folder).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute):
                 found.add(node.attr)
@@ -143,6 +144,20 @@ def _fields(node: ast.ClassDef) -> set[str]:
     return found
 
 
+def touched(folder: str = "") -> tuple[set[str], set[str]]:
+    """Return the imports of a folder of the adapter, and the names that only vLLM defines which it asks of objects."""
+    recorded = [line for line in RECORDED.read_text().splitlines() if line.startswith(("names ", "member "))]
+    of_vllm = {found[1] for line in recorded if (found := re.search(r"\.(\w+)(?:\(.*)?$", line))}
+    ours = set(dir(str) + dir(list) + dir(dict) + dir(set))
+    for root in ("clients", "service", "gpu_worker"):
+        for path in (ROOT / root).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    ours |= _fields(node) | {one.name for one in node.body if isinstance(one, ast.FunctionDef)}
+    imports = {f"{module}.{name}" for module, name in adapter_imports(folder)}
+    return imports, (of_vllm - ours) & adapter_attributes(folder)
+
+
 def of_wheel(wheel: Path) -> Files:
     """Read the Python files of a wheel of vLLM."""
     with zipfile.ZipFile(wheel) as archive:
@@ -180,7 +195,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.vllm.surface", description="what changed in vLLM")
     parser.add_argument("--version", help="version to compare with (default: the newest)")
     parser.add_argument("--record", action="store_true", help="write surface.txt from the vLLM of `make vllm-env`")
+    parser.add_argument("--count", action="store_true", help="count the names that only vLLM defines")
     options = parser.parse_args()
+    if options.count:
+        for folder in ("", "remote", "tiers"):
+            imports, names = touched(folder)
+            private = sorted(one for one in names if one.startswith("_"))
+            print(f"{folder or 'all'}: {len(imports)} imports, {len(names)} names, of them private {private}")
+        return 0
     if options.record:
         RECORDED.write_text("\n".join(surface(installed())) + "\n")
         return 0

@@ -121,3 +121,12 @@ def test_metrics_of_vllms_own_block_pool_are_refused_by_name(given):
     found = cases(asked=[given, 0, 1, "kv_cache_metrics"], not_asked=[given, 0, 1])
     assert found["asked"][0] == "observability_config.kv_cache_metrics"
     assert found["not_asked"] == given
+
+
+def test_mode_remote_refuses_a_prefill_interval_by_name():
+    interval, remote = "prefill_schedule_interval", {**SERVICE, "mode": "remote"}
+    found = cases(asked=[remote, 0, 1, interval], not_asked=[remote, 0, 1], mirrored=[SERVICE, 0, 1, interval])
+    field, text = found["asked"]
+    assert field == "mode"
+    assert "a prefill interval is not supported in mode remote; use mode: mirror" in text
+    assert (found["not_asked"], found["mirrored"]) == (remote, SERVICE)

@@ -120,4 +120,4 @@ def test_another_version_of_vllm_is_warned_of_at_the_start(python):
         "import kvplane_vllm.plugin as p; p.version = lambda name: '0.31.0'; logging.basicConfig(); check()"
     )
     done = subprocess.run([str(python), "-c", script], capture_output=True, text=True, check=True)
-    assert done.stderr.count("tested with vLLM 0.33, this is 0.31.0") == 1
+    assert done.stderr.count("supports vLLM 0.32 and 0.33, this is 0.31.0") == 1

@@ -9,7 +9,7 @@ from itertools import chain
 import pytest
 
 from kvplane.base.errors import FailedPrecondition
-from kvplane_vllm import needed
+from kvplane_vllm import needed, plugin
 from tests.vllm import surface
 
 
@@ -30,12 +30,35 @@ def test_what_a_version_lacks_is_named(monkeypatch):
     names = "inherited annotated stored method loaded absent"
     monkeypatch.setattr(needed, "NEEDED", {f"{__name__}:Given": names, f"{__name__}:Renamed": "one"})
     monkeypatch.setattr(needed, "NEEDED_REMOTE", {f"{__name__}:Given": "of_remote"})
-    monkeypatch.setattr(needed, "version", lambda name: "0.99")
+    monkeypatch.setattr(needed, "version", lambda name: "0.33.9")
     monkeypatch.setattr(needed, "PACKAGE", "tests.")
     assert list(needed.missing(is_remote=False)) == ["Given.loaded", "Given.absent", "Renamed.one"]
-    with pytest.raises(FailedPrecondition, match=r"vLLM 0.99 does not have Given.loaded.* Given.of_remote") as raised:
+    with pytest.raises(FailedPrecondition, match=r"vLLM 0.33.9 does not have Given.loaded.* Given.of_remote") as raised:
         needed.check(is_remote=True)
     assert raised.value.remedy
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "0.3", "1.0.0", "0.330.0"])
+def test_a_version_that_is_not_supported_is_refused_by_name(version, monkeypatch):
+    monkeypatch.setattr(needed, "version", lambda name: version)
+    with pytest.raises(FailedPrecondition, match=f"vLLM {version} is not supported") as raised:
+        needed.check(is_remote=False)
+    assert raised.value.remedy == "install vLLM 0.33 (docs/vllm.md)"
+
+
+def test_the_connector_is_refused_on_a_version_that_it_was_not_tested_with(monkeypatch):
+    monkeypatch.setattr(needed, "version", lambda name: "0.32.0")
+    with pytest.raises(FailedPrecondition, match=r"vLLM 0\.32\.0 is not supported") as raised:
+        needed.check_for_tiers()
+    assert raised.value.field == "kv_transfer_config.kv_connector"
+    monkeypatch.setattr(needed, "version", lambda name: "0.33.1")
+    needed.check_for_tiers()
+
+
+def test_the_versions_of_the_extra_are_those_that_are_supported():
+    text = (surface.ROOT / "pyproject.toml").read_text()
+    oldest, newest = plugin.SUPPORTED[0], plugin.SUPPORTED[-1].split(".")
+    assert f'"vllm>={oldest},<{newest[0]}.{int(newest[1]) + 1}"' in text
 
 
 def listed(tables):
@@ -51,7 +74,7 @@ def test_each_name_of_the_scheduler_that_mode_remote_reads_is_looked_for():
             ):
                 found.add(node.attr)
     assert found - listed([needed.NEEDED, needed.NEEDED_REMOTE]) <= {"on_service"}
-    assert len(found) > 20
+    assert len(found) > 15
 
 
 def test_what_the_adapter_names_of_its_scheduler_and_of_requests_is_looked_for():

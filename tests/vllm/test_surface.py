@@ -39,9 +39,9 @@ def test_a_change_in_vllm_changes_the_surface(path, old, new, line):
 
 # Names of vLLM that the adapter reads of objects, none of whose classes it imports, and arguments by name.
 READ = (
-    "kv_holding_waiting _pause_state _is_blocked_waiting_status num_waiting_for_streaming_input max_num_active_reqs "
-    "prefill_capacity_bound last_prefill_step local_prefill_interval adaptive_long_prefill_threshold block_hashes "
-    "scheduler_reserve_full_isl num_executed_steps get_request_counts _preempt_request max_num_scheduled_tokens "
+    "kv_holding_waiting _pause_state num_waiting_for_streaming_input max_num_active_reqs "
+    "adaptive_long_prefill_threshold block_hashes "
+    "scheduler_reserve_full_isl get_request_counts _preempt_request max_num_scheduled_tokens "
     "num_sampled_tokens_per_step max_num_new_slots_for_drafting records_new_block_ids has_prefill_checkpoint_blocks "
     "max_admission_blocks_per_request shared_prefix_checkpoint invalid_block_ids attention_groups single_type_managers "
     "long_prefill_token_threshold mamba_cache_mode is_eagle_group use_eagle enable_partial_hash_hits "

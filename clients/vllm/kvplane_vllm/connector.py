@@ -32,6 +32,7 @@ from vllm.v1.request import Request
 
 from kvplane.base.errors import InvalidArgument, OutOfMemory
 from kvplane.base.groups import CommitRule, ReplicaSpec
+from kvplane_vllm import needed
 from kvplane_vllm.spec import Limits, replica_spec
 from kvplane_vllm.tiers.host import HostAllocator, host_spec
 from kvplane_vllm.tiers.kept import KeyFile
@@ -77,7 +78,10 @@ class KvplaneConnector(KVConnectorBase_V1, SupportsHMA):
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        """Raise InvalidArgument for options that are wrong, and for engines that are refused."""
+        """Raise InvalidArgument for options that are wrong, and for engines that are refused; FailedPrecondition for a
+        version of vLLM that is not supported.
+        """
+        needed.check_for_tiers()
         super().__init__(vllm_config, role, kv_cache_config)
         self.settings = settings_of(vllm_config)
         check_groups(kv_cache_config)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
 from kvplane.base.errors import FailedPrecondition
+from kvplane_vllm.plugin import SUPPORTED, is_one_of
 
 PACKAGE = "vllm."
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
@@ -39,10 +40,10 @@ NEEDED: dict[str, str] = {
 }
 NEEDED_REMOTE = {
     SCHEDULER: (
-        "_is_blocked_waiting_status _pause_state adaptive_long_prefill_threshold last_prefill_step "
-        "local_prefill_interval lora_config max_model_len max_num_active_reqs max_num_running_reqs "
-        "max_num_scheduled_tokens num_executed_steps num_lookahead_tokens num_sampled_tokens_per_step "
-        "num_waiting_for_streaming_input policy prefill_capacity_bound prefix_replay_tokens scheduler_config "
+        "_pause_state adaptive_long_prefill_threshold "
+        "max_model_len max_num_active_reqs max_num_running_reqs "
+        "max_num_scheduled_tokens num_lookahead_tokens num_sampled_tokens_per_step "
+        "num_waiting_for_streaming_input policy prefix_replay_tokens scheduler_config "
         "scheduler_reserve_full_isl vllm_config waiting"
     ),
 }
@@ -72,10 +73,26 @@ def _set_by(method: Any) -> set[str]:
 
 
 def check(*, is_remote: bool) -> None:
-    """Raise FailedPrecondition if the installed vLLM lacks a name that this adapter needs; mode remote needs more."""
+    """Raise FailedPrecondition for a version of vLLM that is not supported, or that lacks a name which this adapter
+    needs; mode remote needs more.
+    """
+    installed = _check_version(SUPPORTED, "scheduler_cls")
     if found := list(missing(is_remote=is_remote)):
         raise FailedPrecondition(
-            f"vLLM {version('vllm')} does not have {', '.join(found)}",
+            f"vLLM {installed} does not have {', '.join(found)}",
             field="scheduler_cls",
-            remedy="install a version that kvplane is tested with (docs/vllm.md), or leave scheduler_cls out",
+            remedy=f"install vLLM {SUPPORTED[-1]}, or leave scheduler_cls out (docs/vllm.md)",
         )
+
+
+def check_for_tiers() -> None:
+    """Raise FailedPrecondition for a version of vLLM with which kvplane's connector was not tested."""
+    _check_version(SUPPORTED[-1:], "kv_transfer_config.kv_connector")
+
+
+def _check_version(supported: Sequence[str], field: str) -> str:
+    installed = version("vllm")
+    if not is_one_of(installed, supported):
+        remedy = f"install vLLM {SUPPORTED[-1]} (docs/vllm.md)"
+        raise FailedPrecondition(f"vLLM {installed} is not supported", field=field, remedy=remedy)
+    return installed

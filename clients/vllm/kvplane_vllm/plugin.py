@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from importlib.metadata import version
 
-TESTED = "0.33"
+SUPPORTED = ("0.32", "0.33")  # of vLLM; the tiers need the last one, see `needed`
 
 logger = logging.getLogger("vllm.kvplane")  # with the handlers of vLLM
 
 
+def is_one_of(installed: str, supported: Sequence[str]) -> bool:
+    """Whether a version of vLLM belongs to one of these releases."""
+    return installed.startswith(tuple(f"{one}." for one in supported))
+
+
 def check() -> None:
-    """Warn of a version of vLLM that was not tested. `needed` refuses one that lacks a name.
+    """Warn of a version of vLLM that is not supported; kvplane's scheduler refuses it at the start, see `needed`.
 
     Changes nothing, and also runs in engines that do not use kvplane.
     """
     found = version("vllm")
-    if found.split(".")[:2] != TESTED.split("."):
-        logger.warning("kvplane_vllm is tested with vLLM %s, this is %s", TESTED, found)
+    if not is_one_of(found, SUPPORTED):
+        logger.warning("kvplane_vllm supports vLLM %s, this is %s", " and ".join(SUPPORTED), found)

@@ -137,8 +137,7 @@ class OnKvplane:
     def schedule(self, *args: Any, **options: Any) -> SchedulerOutput:
         """See vLLM's scheduler. The output also has the number of its step."""
         if self.on_service is not None:
-            throttles = options.get("throttle_prefills", args[0] if args else False)
-            decided = self.on_service.schedule(super().schedule, self._preempt, throttle_prefills=throttles)  # type: ignore[misc]
+            decided = self.on_service.schedule(super().schedule, self._preempt)  # type: ignore[misc]
             self.kv_cache_manager.link.report_waiting(self.get_request_counts()[1])
             return decided
         if self._managed and self._reports:

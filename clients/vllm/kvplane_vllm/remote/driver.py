@@ -41,7 +41,6 @@ class Driver:
         self._sent: Program | None = None
         self._used: dict[str, int] = {}
         self._asked: set[str] = set()
-        self._defers = False
         self._is_away = False
         self._was_ahead = False  # whether the answer in the books was asked for before the last step had ended
         self.messages: Counter[int] = Counter()
@@ -49,13 +48,13 @@ class Driver:
 
     # -- an iteration ------------------------------------------------------------------------------------------------
 
-    def begin(self, preempt: Callable[[list[Any]], None], *, throttled: bool) -> bool:
+    def begin(self, preempt: Callable[[list[Any]], None]) -> bool:
         """Begin an iteration; returns False if nothing can be scheduled, since the service does not answer.
 
         `preempt` preempts requests in vLLM's queues.
         """
         books = self._books
-        self._defers, self._num_sent = self._planner.defers(throttled), self._link.num_messages
+        self._num_sent = self._link.num_messages
         self._used.clear()
         self._asked.clear()
         books.refused.clear()
@@ -68,7 +67,7 @@ class Driver:
             if not self._was_ahead:
                 if not self._may_send():
                     raise Away  # until a launch in flight has finished
-                self._exchange(self._plan(0))
+                self._exchange(self._planner.plan(0, self._used))
                 self._preempt_lost(preempt)
         except Away:
             self._is_away = True
@@ -91,7 +90,7 @@ class Driver:
         books.drop_unused()
         is_ready = not (self._is_away or books.lost or books.victims or self._link.in_flight)
         if self._pipeline and is_ready and self._may_send(more=1):
-            program = self._plan(0, is_ahead=True)
+            program = self._planner.plan(0, {}, is_ahead=True)
             if not program.is_empty:
                 self._sent = program
                 self._link.send(program.parts(), self._executed())
@@ -110,11 +109,6 @@ class Driver:
             preempt(lost)
 
     # -- messages ----------------------------------------------------------------------------------------------------
-
-    def _plan(self, start: int | None, *, is_ahead: bool = False) -> Program:
-        if is_ahead:
-            return self._planner.plan(start, {}, defers=self._planner.defers(False), is_ahead=True)
-        return self._planner.plan(start, self._used, defers=self._defers)
 
     def _executed(self) -> int:
         """Return what the next message reports as executed."""
@@ -184,7 +178,7 @@ class Driver:
             if entry is None or not entry.running:
                 return None
             if not granted and self._may_ask(name):
-                self._ask(lambda: self._plan(self._scheduler.running.index(request)))
+                self._ask(lambda: self._planner.plan(self._scheduler.running.index(request), self._used))
                 if books.victims:
                     return None
                 granted = books.grants.get(name, 0)
@@ -197,8 +191,8 @@ class Driver:
         books, name = self._books, request.request_id
         found = books.admitted.get(name)
         if found is None or (found.entry.hit and books.in_doubt):
-            if not self._defers and self._asks_again(name) and self._may_ask(name):
-                self._ask(self._plan_admissions)
+            if self._asks_again(name) and self._may_ask(name):
+                self._ask(lambda: self._plan_admissions(request))
             found = books.admitted.get(name)
         if found is not None:
             return found.entry.hit, found.single_group_hit
@@ -250,14 +244,14 @@ class Driver:
             return name in books.admitted  # the admission is in doubt
         return books.refused[name][1] not in _FINAL or books.has_news_of_blocks
 
-    def _plan_admissions(self) -> Program:
+    def _plan_admissions(self, first: Any) -> Program:
         """Return a program of the waiting requests; what vLLM has not used of the last answer is taken back first."""
         books = self._books
         for name in books.grants:
             entry = books.entries[name]
             books.evict_unwritten(entry, entry.request.num_computed_tokens)
         books.drop_unused()
-        return self._plan(None)
+        return self._planner.plan(None, self._used, first)
 
     def _fill(self, entry: Entry, granted: int, num_tokens: int) -> bool:
         """Ask for what a grant lacks; returns whether all is granted."""

@@ -34,13 +34,15 @@ class Planner:
             flags |= RowFlag.WHOLE
         self._admit_flags = int(flags)
 
-    def plan(self, start: int | None, used: dict[str, int], *, defers: bool, is_ahead: bool = False) -> Program:
+    def plan(
+        self, start: int | None, used: dict[str, int], first: Request | None = None, *, is_ahead: bool = False
+    ) -> Program:
         """Return the program of the running requests from `start` on, and of the waiting ones.
 
         Args:
             start: index in `running`; None = only waiting requests.
             used: tokens that vLLM has scheduled in this iteration, by request.
-            defers: whether vLLM leaves prefills out of this step.
+            first: the waiting request that vLLM asks for, before which it has passed over all others; None = unknown.
             is_ahead: whether the tokens of the step that was scheduled last are not known yet.
         """
         scheduler, books = self._scheduler, self._books
@@ -58,9 +60,9 @@ class Planner:
             if entry is not None and entry.running and request.num_computed_tokens < entry.computed:
                 books.report(entry, rows, program, request.num_computed_tokens, grows=False)
         if start is not None:
-            self._run(program, rows, start, cap=cap, defers=defers, asks=has_room)
-        if has_room and not defers and scheduler._pause_state == PauseState.UNPAUSED:
-            chosen = self._admit(program, rows, news, cap)
+            self._run(program, rows, start, cap=cap, asks=has_room)
+        if has_room and scheduler._pause_state == PauseState.UNPAUSED:
+            chosen = self._admit(program, rows, news, cap, first)
         books.end_facts(rows, program, news)
         program.admit = [books.entries[one.request_id] for one in chosen]
         program.rows.admit.slot = [entry.slot for entry in program.admit]
@@ -87,15 +89,6 @@ class Planner:
         self._books.end_facts(rows, program, [])
         return program
 
-    def defers(self, throttled: bool) -> bool:
-        """Whether vLLM leaves prefills out of the step; `throttled` is the argument of schedule()."""
-        scheduler = self._scheduler
-        if scheduler.prefill_capacity_bound or all(one.is_prefill_chunk for one in scheduler.running):
-            return False
-        interval = scheduler.local_prefill_interval
-        is_early = scheduler.num_executed_steps + 1 - scheduler.last_prefill_step < interval
-        return throttled or (interval > 1 and is_early)
-
     def _cap(self) -> int:
         """Return the most tokens of one request."""
         scheduler = self._scheduler
@@ -109,7 +102,7 @@ class Planner:
 
     # -- running requests --------------------------------------------------------------------------------------------
 
-    def _run(self, program: Program, rows: FactRows, start: int, *, cap: int, defers: bool, asks: bool) -> None:
+    def _run(self, program: Program, rows: FactRows, start: int, *, cap: int, asks: bool) -> None:
         scheduler, books = self._scheduler, self._books
         running = scheduler.running if start == 0 else scheduler.running[start:]
         run, extras, in_flight = program.run, list[int](), list[int]()
@@ -135,7 +128,7 @@ class Planner:
             if not asks:
                 continue
             extra = self._extra(request)
-            if extra is None or (defers and request.is_prefill_chunk):
+            if extra is None:
                 continue
             wanted = num_tokens + extra - computed
             limit = scheduler.max_model_len - computed - scheduler.num_sampled_tokens_per_step
@@ -188,10 +181,12 @@ class Planner:
 
     # -- waiting requests --------------------------------------------------------------------------------------------
 
-    def _admit(self, program: Program, rows: FactRows, news: list[Request], cap: int) -> list[Request]:
+    def _admit(
+        self, program: Program, rows: FactRows, news: list[Request], cap: int, first: Request | None
+    ) -> list[Request]:
         """Fill the rows of waiting requests, except their slots; returns them, and adds new ones to `news`."""
         scheduler, books = self._scheduler, self._books
-        chosen = self._candidates()
+        chosen = self._candidates(first)
         for request in chosen:
             entry = books.entries.get(request.request_id)
             if entry is None:
@@ -208,41 +203,24 @@ class Planner:
         )
         return chosen
 
-    def _candidates(self) -> list[Request]:
-        """Return the waiting requests that vLLM will try to admit, in its order."""
+    def _candidates(self, first: Request | None) -> list[Request]:
+        """Return the waiting requests that vLLM will surely try to admit, in its order: `first`, and others. For those
+        that wait for an adapter or a grammar it asks by itself.
+        """
         scheduler = self._scheduler
         places = scheduler.max_num_active_reqs - len(scheduler.running) - scheduler.num_waiting_for_streaming_input
         if places <= 0 or scheduler.kv_holding_waiting or not scheduler.waiting:
             return []
         chosen, room = list[Request](), BUDGETS_ASKED * scheduler.max_num_scheduled_tokens
-        loras, most_loras = self._loras()
+        users = scheduler.running if first is None else [*scheduler.running, first]
+        loras = {one.lora_request.lora_int_id for one in users if one.lora_request}
         for request in islice(scheduler.waiting, MOST_ADMISSIONS):
             if len(chosen) == places or (room <= 0 and len(chosen) >= FEW_ADMISSIONS):
                 break
-            if self._is_blocked(request):
-                continue
-            lora = request.lora_request.lora_int_id if request.lora_request else 0
-            if most_loras and lora and lora not in loras:
-                if len(loras) == most_loras:
-                    continue
-                loras.add(lora)
-            chosen.append(request)
-            room -= request.num_tokens
+            is_blocked = request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+            is_blocked |= bool(request.num_stale_output_tokens and not request.drop_stale_output)
+            is_blocked |= bool(request.lora_request and request.lora_request.lora_int_id not in loras)
+            if not is_blocked or request is first:
+                chosen.append(request)
+                room -= request.num_tokens
         return chosen
-
-    def _loras(self) -> tuple[set[int], int]:
-        """Return the adapters of the running requests, and how many there may be; 0 = no limit."""
-        scheduler = self._scheduler
-        if not scheduler.lora_config:
-            return set(), 0
-        adapters = [one.lora_request.lora_int_id for one in scheduler.running if one.lora_request]
-        return {one for one in adapters if one > 0}, scheduler.lora_config.max_loras
-
-    def _is_blocked(self, request: Request) -> bool:
-        """Whether vLLM passes this waiting request over."""
-        if request.num_stale_output_tokens and not request.drop_stale_output:
-            return True
-        if request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
-            asked = request.structured_output_request
-            return not asked or asked.grammar is None or isinstance(asked.grammar, Exception)
-        return bool(self._scheduler._is_blocked_waiting_status(request.status))

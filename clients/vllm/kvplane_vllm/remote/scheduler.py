@@ -52,18 +52,14 @@ class OnService:
         manager.bind(self.driver)
 
     def schedule(
-        self,
-        schedule: Callable[..., SchedulerOutput],
-        preempt: Callable[[list[Any]], None],
-        *,
-        throttle_prefills: bool = False,
+        self, schedule: Callable[[], SchedulerOutput], preempt: Callable[[list[Any]], None]
     ) -> SchedulerOutput:
         """Call vLLM's `schedule`. `preempt` preempts requests in vLLM's queues."""
         scheduler, state = self._scheduler, self._scheduler._pause_state
-        if not self.driver.begin(preempt, throttled=throttle_prefills):
+        if not self.driver.begin(preempt):
             scheduler._pause_state = PauseState.PAUSED_ALL  # nothing is scheduled, and nothing is preempted
         try:
-            output = schedule(throttle_prefills)
+            output = schedule()
         finally:
             scheduler._pause_state = state
         output.kvplane_step = self.driver.end()  # type: ignore[attr-defined]

@@ -20,6 +20,7 @@ REFUSED: tuple[tuple[str, Callable[[Any], Any]], ...] = (
     ("output of auxiliary data", lambda one: one.aux_output_config.enabled),
     ("a diffusion model", lambda one: one.model_config.is_diffusion),
     ("an encoder-decoder model", lambda one: one.model_config.is_encoder_decoder),
+    ("a prefill interval", lambda one: one.scheduler_config.prefill_schedule_interval > 1),
     ("prefill lookahead (multi-module MTP)", lambda one: one.num_prefill_lookahead_tokens > 1),
 )
 # The same, of vLLM's scheduler.
@@ -30,7 +31,6 @@ REFUSED_OF_SCHEDULER: tuple[tuple[str, Callable[[Any], Any]], ...] = (
 # With these the next step cannot be asked for before the running one has ended.
 SYNCHRONOUS: tuple[tuple[str, Callable[[Any], Any]], ...] = (
     ("speculative decoding", lambda one: one.num_speculative_tokens),
-    ("a prefill interval", lambda one: one.scheduler_config.prefill_schedule_interval > 1),
     ("data parallelism", lambda one: one.parallel_config.data_parallel_size > 1),
 )
 
