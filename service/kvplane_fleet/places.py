@@ -18,7 +18,7 @@ from kvplane_fleet.index import Index
 from kvplane_fleet.native import NativeIndex
 from kvplane_fleet.returns import Returns
 from kvplane_fleet.settings import PlaceSettings
-from kvplane_fleet.slices import SLICE, Sliced, finished
+from kvplane_fleet.slices import SLICE, Sliced
 from kvplane_fleet.wire.events import (
     KEY_BYTES,
     WHOLE_KEY_BYTES,
@@ -77,10 +77,6 @@ class Place:
         self._layout: Layout | InvalidArgument | None = None
 
     # -- ingest ------------------------------------------------------------------------------------------------------
-
-    def apply(self, payload: bytes) -> None:
-        """Apply the next batch at once, see `applying`."""
-        finished(self.applying(payload))
 
     def applying(self, payload: bytes) -> Sliced[None]:
         """Apply the next batch. If it cannot be read, any entry may have been removed, and all are."""

@@ -9,13 +9,3 @@ SLICE = 512  # events that are decoded, or applied, at a time: some milliseconds
 
 _T = TypeVar("_T")
 Sliced: TypeAlias = Generator[None, None, _T]  # yields after each slice, and returns the result
-
-
-def finished(work: Sliced[_T]) -> _T:
-    """Do all slices at once, and return the result."""
-    while True:
-        try:
-            next(work)
-        except StopIteration as end:
-            result: _T = end.value
-            return result

@@ -43,7 +43,6 @@ from kvplane_fleet.fleet import Fleet as Places
 from kvplane_fleet.fleet import Prompt
 from kvplane_fleet.policies import Chooser, Option, Policy
 from kvplane_fleet.settings import PlaceSettings, RouterSettings
-from kvplane_fleet.slices import finished
 from kvplane_fleet.wire.events import Batch, GroupFormat, Removed, Stored, Tier
 from kvplane_tools.replay.engine import Engine
 from kvplane_tools.replay.fleet import Arriving, Fleet
@@ -53,6 +52,7 @@ from kvplane_tools.replay.workloads import Span, TokenSource, TraceRequest
 from tests.bench.machine import machine_line
 from tests.bench.policies import requests_of
 from tests.conftest import workloads_folder, workloads_line
+from tests.router.fleets import finished
 
 RESULTS = Path(__file__).parent / "results" / "routing.md"
 BLOCK, WINDOW, BUDGET, RUNNING, OUTPUT = 128, 128, 8192, 64, 128

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from random import Random
+from typing import TypeVar
 
 from kvplane.base.groups import HashAlgorithm
 from kvplane_fleet.decisions import Ask, Decision, Decisions
@@ -11,7 +12,7 @@ from kvplane_fleet.domains import Domain
 from kvplane_fleet.fleet import Fleet, Prompt
 from kvplane_fleet.places import Place
 from kvplane_fleet.settings import PlaceSettings, RouterSettings
-from kvplane_fleet.slices import finished
+from kvplane_fleet.slices import Sliced
 from kvplane_fleet.wire.events import Batch, Evidence, GroupFormat, Removed, Stored, Tier
 
 BLOCK = 16
@@ -20,6 +21,17 @@ FULL = GroupFormat("full_attention", BLOCK, 0)
 WINDOW = GroupFormat("sliding_window", BLOCK, 2 * BLOCK)
 GROUPS = (FULL, WINDOW)
 NO_EVENTS = "inproc://none"
+T = TypeVar("T")
+
+
+def finished(work: Sliced[T]) -> T:
+    """Do all slices at once, and return the result."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
 
 def tokens(seed: int, blocks: int) -> list[int]:

@@ -31,7 +31,7 @@ from kvplane_fleet.wire import msgpack
 from kvplane_fleet.wire.events import Batch, GroupFormat, Removed, Stored, Tier
 from kvplane_fleet.wire.frames import parse_live, parse_replay
 from kvplane_fleet.wire.msgpack import BatchDecoder
-from tests.router.fleets import DOMAIN, tokens
+from tests.router.fleets import DOMAIN, finished, tokens
 
 FOLLOWED = frozenset(inspect.getfile(one) for one in (msgpack, places, domains, index))
 MOST_CORPUS, MOST_BYTES = 2000, 8192  # payloads from which others are made, and the bytes of each
@@ -143,7 +143,7 @@ class Fuzzer:
             Place(PlaceSettings(name, events="inproc://x", adapters={"sql": "/p"}), self._index)
             for name in ("fuzzed", "other")
         )
-        self._other.apply(msgspec.msgpack.encode(SEEDS[0]))
+        finished(self._other.applying(msgspec.msgpack.encode(SEEDS[0])))
         self._kept = self._other.content()
         self._model: dict[tuple[Tier, int], Counter[int]] = {}
         self._corpus = [msgspec.msgpack.encode(one) for one in SEEDS]
@@ -182,11 +182,11 @@ class Fuzzer:
 
     def _check(self, raw: bytes) -> None:
         faults = Faults()
-        batch = BatchDecoder(faults).decode(raw)
+        batch = finished(BatchDecoder(faults).decoding(raw))
         assert batch is not None or faults.counts, "a lost batch is counted"
         before = self.place.faults.counts.copy()
         with Ways() as ways:
-            self.place.apply(raw)
+            finished(self.place.applying(raw))
         self._follow(batch, self.place.faults.counts - before)
         if self.runs % CHECKED == 0:
             content = {cell: Counter(keys) for cell, keys in self.place.content().items() if keys}

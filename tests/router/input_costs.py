@@ -31,6 +31,7 @@ from kvplane_fleet.places import Place
 from kvplane_fleet.router import asking, prompts
 from kvplane_fleet.router.prompts import Body, Prompts, read_body
 from kvplane_fleet.settings import PlaceSettings
+from tests.router.fleets import finished
 from tests.router.fuzz import SEEDS, damaged
 
 MOST_BYTES = 1 << 17
@@ -98,7 +99,7 @@ class _Taken:
 
     def events(self, payload: bytes) -> None:
         """A payload of an engine."""
-        Place(PlaceSettings("a", events="inproc://x", adapters={"sql": "/p"}), Index()).apply(payload)
+        finished(Place(PlaceSettings("a", events="inproc://x", adapters={"sql": "/p"}), Index()).applying(payload))
 
     def body(self, text: bytes) -> None:
         """The body of an end user's request."""

@@ -16,7 +16,7 @@ from kvplane_fleet.domains import Domain, keys_of
 from kvplane_fleet.faults import Fault
 from kvplane_fleet.fleet import Fleet, Prompt
 from kvplane_fleet.settings import PlaceSettings, RouterSettings, load
-from tests.router.fleets import BLOCK, NO_EVENTS, Clock, tokens
+from tests.router.fleets import BLOCK, NO_EVENTS, Clock, finished, tokens
 
 PROOF, PROMPT = tokens(1, 3), tokens(2, 4)
 SHA256 = Domain(HashAlgorithm.SHA256, "", BLOCK)
@@ -53,7 +53,7 @@ class Place:
         self.publish(stored(PROOF))
 
     def publish(self, *events):
-        self.place.apply(msgspec.msgpack.encode([1.0, list(events), 0]))
+        finished(self.place.applying(msgspec.msgpack.encode([1.0, list(events), 0])))
 
     def hit(self, model, prompt=PROMPT, **extra):
         """Blocks that the place claims of a prompt of a model, and what is said of them."""

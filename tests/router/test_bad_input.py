@@ -22,9 +22,8 @@ from kvplane_fleet.faults import Fault
 from kvplane_fleet.fleet import Fleet, Prompt
 from kvplane_fleet.router.messages import MAX_TOKENS, decode_ask
 from kvplane_fleet.settings import PlaceSettings
-from kvplane_fleet.slices import finished
 from kvplane_fleet.wire.events import Batch, Cleared, Removed, Stored, Tier
-from tests.router.fleets import BLOCK, DOMAIN, FULL, NO_EVENTS, Scene, chosen, tokens
+from tests.router.fleets import BLOCK, DOMAIN, FULL, NO_EVENTS, Scene, chosen, finished, tokens
 from tests.router.fuzz import Fuzzer
 from tests.router.test_follow import Engine, address, content, following, settings, until
 from tests.router.test_order import Engine as Frames
@@ -152,5 +151,5 @@ def test_prompts_of_one_and_of_the_most_tokens_are_scored_and_longer_ones_refuse
 def test_a_batch_of_another_rank_is_counted():
     scene = Scene("a")
     for rank in (0, 0, 1, None, 1):
-        scene.place("a").apply(msgspec.msgpack.encode([1.0, [], rank]))
+        finished(scene.place("a").applying(msgspec.msgpack.encode([1.0, [], rank])))
     assert scene.place("a").faults.counts[Fault.RANK_CHANGED] == 1

@@ -27,6 +27,7 @@ from kvplane_fleet.settings import PlaceSettings
 from kvplane_fleet.wire.events import MAX_BLOCK_SIZE, Evidence
 from kvplane_fleet.wire.msgpack import MAX_PAYLOAD_BYTES, MOST_EVIDENCE
 from tests.router.engine import batches
+from tests.router.fleets import finished
 from tests.router.publisher import Publisher
 from tests.store.servers import free_port
 
@@ -121,10 +122,10 @@ def test_a_payload_costs_no_more_than_its_length_allows(name, place):
     payload = PAYLOADS[name]
     assert len(payload) <= MAX_PAYLOAD_BYTES
     began_s = time.process_time()
-    place.apply(payload)
+    finished(place.applying(payload))
     assert time.process_time() - began_s < MOST_S
     tracemalloc.start()
-    place.apply(payload[:-1] + b"\x01")
+    finished(place.applying(payload[:-1] + b"\x01"))
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most < MOST_MEMORY * len(payload) + FIXED_MEMORY

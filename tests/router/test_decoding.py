@@ -14,6 +14,7 @@ from kvplane_fleet.faults import Fault, Faults
 from kvplane_fleet.wire.events import Batch, Cleared, GroupFormat, Removed, Stored, Tier
 from kvplane_fleet.wire.frames import END, Frame, is_replay_end, parse_live, parse_replay
 from kvplane_fleet.wire.msgpack import MAX_PAYLOAD_BYTES, BatchDecoder
+from tests.router.fleets import finished
 
 encode = msgspec.msgpack.encode
 FULL = GroupFormat("full_attention", 16, 0)
@@ -37,7 +38,7 @@ GOOD_WIRE = [removed(), {"type": "AllBlocksCleared"}]
 
 def decode(payload) -> tuple[Any, Counter[Fault]]:
     faults = Faults()
-    return BatchDecoder(faults).decode(payload), faults.counts
+    return finished(BatchDecoder(faults).decoding(payload)), faults.counts
 
 
 def test_maps_and_arrays_decode_to_equal_events():
@@ -80,7 +81,7 @@ def test_whole_digests_have_the_key_in_their_last_bytes():
 def test_tokens_are_left_alone_unless_wanted():
     decoder = BatchDecoder(Faults())
     decoder.want_tokens = False
-    batch: Any = decoder.decode(encode([1.0, [stored(token_ids=[1.5])]]))
+    batch: Any = finished(decoder.decoding(encode([1.0, [stored(token_ids=[1.5])]])))
     assert batch.events[0].evidence is None
 
 

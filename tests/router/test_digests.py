@@ -16,9 +16,9 @@ from kvplane_fleet.follow.replica_source import ReplicaSource
 from kvplane_fleet.index import Index
 from kvplane_fleet.places import Place
 from kvplane_fleet.settings import PlaceSettings
-from kvplane_fleet.slices import finished
 from kvplane_fleet.wire.events import Batch, GroupFormat, Removed, Stored, Tier
 from kvplane_tools.cli.child import ServiceChild
+from tests.router.fleets import finished
 from tests.router.test_replicas import KINDS, WITHIN_S, Replicas
 
 PLANTS = {

@@ -19,7 +19,7 @@ from kvplane_fleet.settings import PlaceSettings
 from kvplane_fleet.wire import msgpack
 from kvplane_fleet.wire.msgpack import BatchDecoder
 from tests.router.engine import batches
-from tests.router.fleets import DOMAIN, Scene, tokens
+from tests.router.fleets import DOMAIN, Scene, finished, tokens
 from tests.router.publisher import Publisher
 from tests.store.servers import free_port
 
@@ -86,9 +86,9 @@ def test_a_batch_of_too_many_hashes_is_not_read(monkeypatch):
     faults = Faults()
     removed = {"type": "BlockRemoved", "block_hashes": [1, 2, 3], "medium": "GPU", "group_idx": 0}
     events = [removed, {"type": "AllBlocksCleared"}, removed]
-    assert BatchDecoder(faults).decode(msgspec.msgpack.encode([1.0, events, 0])) is None
+    assert finished(BatchDecoder(faults).decoding(msgspec.msgpack.encode([1.0, events, 0]))) is None
     assert faults.counts == {Fault.TOO_MANY_HASHES: 1}
-    assert BatchDecoder(faults).decode(msgspec.msgpack.encode([1.0, events[:2], 0])) is not None
+    assert finished(BatchDecoder(faults).decoding(msgspec.msgpack.encode([1.0, events[:2], 0]))) is not None
 
 
 async def test_a_name_that_is_not_answered_delays_no_other_engine(monkeypatch):

@@ -20,7 +20,7 @@ from kvplane_fleet.fleet import Fleet, Prompt
 from kvplane_fleet.router.messages import decode_ask, pack_keys
 from kvplane_fleet.settings import PlaceSettings
 from kvplane_fleet.wire.events import KEY_MASK, Tier
-from tests.router.fleets import BLOCK, NO_EVENTS, tokens
+from tests.router.fleets import BLOCK, NO_EVENTS, finished, tokens
 
 WHOLE = Domain(HashAlgorithm.SHA256, "", BLOCK, key_bytes=16)
 PROOF, PROMPT = tokens(1, 3), tokens(2, 2)
@@ -54,7 +54,7 @@ def fleet_of(*names):
 
 
 def publish(fleet, name, *events):
-    fleet.followed[name].place.apply(msgspec.msgpack.encode([1.0, list(events), 0]))
+    finished(fleet.followed[name].place.applying(msgspec.msgpack.encode([1.0, list(events), 0])))
 
 
 def claimed(fleet, hashes):

@@ -13,8 +13,8 @@ from kvplane_fleet.hits import claims
 from kvplane_fleet.index import Index
 from kvplane_fleet.places import Place
 from kvplane_fleet.settings import PlaceSettings, load
-from kvplane_fleet.slices import finished
 from kvplane_fleet.wire.events import Batch, Cleared, Evidence, GroupFormat, Removed, Stored, Tier
+from tests.router.fleets import finished
 
 PROMPT = [(7 * at) % 501 for at in range(96)]
 FULL = GroupFormat("full_attention", 16, 0)
@@ -142,7 +142,7 @@ def test_a_group_that_changes_clears_the_place():
 
 
 def test_a_clear_and_an_unreadable_batch_remove_all():
-    for end in (lambda one: apply(one, Cleared()), lambda one: one.apply(b"\xc1")):
+    for end in (lambda one: apply(one, Cleared()), lambda one: finished(one.applying(b"\xc1"))):
         one = place()
         apply(one, stored(SHA256.keys(PROMPT)))
         end(one)
@@ -189,7 +189,7 @@ def test_payloads_of_the_wire_are_applied():
     event: dict[str, object] = {"type": "BlockStored", "block_hashes": SHA256.keys(PROMPT)}
     event |= {"parent_block_hash": None}
     event |= {"token_ids": PROMPT, "block_size": 16, "group_idx": 0, "kv_cache_spec_kind": "full_attention"}
-    one.apply(msgspec.msgpack.encode([1.0, [event], 0]))
+    finished(one.applying(msgspec.msgpack.encode([1.0, [event], 0])))
     assert tokens_claimed(one, PROMPT) == 80
 
 

@@ -13,7 +13,7 @@ from kvplane.base.step import ExtraKeys, Multimodal
 from kvplane_fleet.domains import Domain, EngineHash
 from kvplane_fleet.fleet import Fleet, Prompt
 from kvplane_fleet.settings import PlaceSettings
-from tests.router.fleets import NO_EVENTS
+from tests.router.fleets import NO_EVENTS, finished
 
 PAGE = 4
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 65536, 4_000_000_000, 0, 9]
@@ -47,7 +47,7 @@ class Place:
         self.one.source.is_connected = True
 
     def publish(self, *events):
-        self.one.place.apply(msgspec.msgpack.encode([1.0, list(events), 0]))
+        finished(self.one.place.applying(msgspec.msgpack.encode([1.0, list(events), 0])))
 
     def hit(self, prompt, **extra):
         (claim,) = self.fleet.claims("m", Prompt([*prompt, 1], ExtraKeys(**extra)))

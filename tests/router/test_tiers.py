@@ -10,9 +10,8 @@ import pytest
 from kvplane.v1 import routing_pb2 as pb
 from kvplane_fleet.decisions import Event
 from kvplane_fleet.router.messages import encode_decision
-from kvplane_fleet.slices import finished
 from kvplane_fleet.wire.events import Batch, Removed, Stored, Tier
-from tests.router.fleets import BLOCK, DOMAIN, FULL, GROUPS, WINDOW, Scene, chosen, tokens
+from tests.router.fleets import BLOCK, DOMAIN, FULL, GROUPS, WINDOW, Scene, chosen, finished, tokens
 
 PROMPT = tokens(1, 20)
 KEYS = DOMAIN.keys(PROMPT)
@@ -24,7 +23,7 @@ def offloads(scene, name, tier, keys, group=0):
     event: dict[str, object] = {"type": "BlockStored", "block_hashes": list(keys), "token_ids": []}
     event["parent_block_hash"] = None
     event |= {"block_size": 0, "lora_id": None, "medium": MEDIA[tier], "lora_name": None, "group_idx": group}
-    scene.place(name).apply(msgspec.msgpack.encode([1.0, [event], 0]))
+    finished(scene.place(name).applying(msgspec.msgpack.encode([1.0, [event], 0])))
     assert not scene.place(name).faults.counts
 
 

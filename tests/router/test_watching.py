@@ -16,9 +16,8 @@ from kvplane_fleet.native import make_index
 from kvplane_fleet.router import watching as watching_module
 from kvplane_fleet.router.watching import Watching
 from kvplane_fleet.settings import PlaceSettings
-from kvplane_fleet.slices import finished
 from kvplane_fleet.wire.events import Batch, Cleared, Event, GroupFormat, Removed, Stored, Tier
-from tests.router.fleets import NO_EVENTS
+from tests.router.fleets import NO_EVENTS, finished
 
 FORMS = [GroupFormat("full_attention", 16, 0), GroupFormat("sliding_window", 16, 32)]
 

@@ -16,10 +16,10 @@ from kvplane_fleet.hits import claims
 from kvplane_fleet.index import Index
 from kvplane_fleet.places import Place
 from kvplane_fleet.settings import PlaceSettings
-from kvplane_fleet.slices import finished
 from kvplane_fleet.wire.events import GroupFormat, Removed, Stored, Tier
 from kvplane_fleet.wire.msgpack import BatchDecoder
 from tests.core.specification import specification_of
+from tests.router.fleets import finished
 from tests.router.publisher import wire_events
 from tests.service.tiered import Served
 
@@ -157,7 +157,7 @@ def test_events_in_vllm_form_name_the_medium(medium, name, tier):
     sent = [*wire_events(stored, [form], [] if medium else range(16)), *wire_events(gone, [form], ())]
     assert {one["medium"] for one in sent} == {name}
     assert sent[0]["block_size"] == (0 if medium else 16)
-    batch = BatchDecoder(Faults()).decode(msgspec.msgpack.encode([1.0, sent, 0]))
+    batch = finished(BatchDecoder(Faults()).decoding(msgspec.msgpack.encode([1.0, sent, 0])))
     assert batch is not None
     first, second = batch.events
     assert isinstance(first, Stored)

@@ -18,7 +18,7 @@ import msgspec
 
 from kvplane.base.step import ExtraKeys
 from kvplane_fleet.faults import Fault, Faults
-from kvplane_fleet.slices import SLICE, Sliced, finished
+from kvplane_fleet.slices import SLICE, Sliced
 from kvplane_fleet.wire.events import (
     KEY_BYTES,
     KEY_MASK,
@@ -148,10 +148,6 @@ class BatchDecoder:
         self.want_tokens, self.want_extra = True, False  # of which events: of all, of prompts with an adapter or a salt
         self._evidence_left = 0  # events of this batch whose tokens are decoded
         self._bad = self._hashes = 0  # of this batch: faults of events that cannot be read, hashes of others
-
-    def decode(self, payload: bytes) -> Batch | None:
-        """Return the batch at once, see `decoding`."""
-        return finished(self.decoding(payload))
 
     def decoding(self, payload: bytes) -> Sliced[Batch | None]:
         """Return the batch; None, and a fault is counted, if the payload is no batch. Never raises."""
