@@ -2,6 +2,7 @@
 
     python -m tests.vllm.tiers                        # all of them, half an hour
     python -m tests.vllm.tiers --models llama --seeds 1-1
+    python -m tests.vllm.tiers --kills 30             engines with one disk after another are killed by SIGKILL
 
 Tokens are compared with those of a stock vLLM that computes each prompt alone. Hit tokens are those of an infinite
 cache in which each request is computed when the next one comes; the device is so small that it hits few of them. Ends
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -65,8 +67,11 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", default=list(POOLS), choices=POOLS)
     parser.add_argument("--schedulers", nargs="+", default=SCHEDULERS, choices=SCHEDULERS)
     parser.add_argument("--seeds", default="1-3", help="first and last")
+    parser.add_argument("--kills", type=int, default=0, metavar="N", help="kill N engines instead, of seed 1")
     given = parser.parse_args()
     environment.set_up()
+    if given.kills:
+        return kill_all(given.models, [one for one in given.schedulers if one != "mirror"], given.kills)
     heads = "model scheduler tier requests aborted preempted hits loaded disk differ".split()
     sys.stdout.write(COLUMNS.format(*heads) + "\n")
     rows = list(table(given.models, given.schedulers, given.seeds))
@@ -74,6 +79,28 @@ def main() -> int:
     percent = 100 * loaded // max(1, hits)
     sys.stdout.write(f"{differ} tokens differ, {percent} % of hit tokens loaded\n")
     return int(differ > 0 or percent < LOADED_PERCENT)
+
+
+def kill_all(models: list[str], schedulers: list[str], number: int) -> int:
+    """Kill engines in the middle of their work, each on the disk of the one before; returns the status."""
+    rng, differ, compared = random.Random(number), 0, 0
+    pairs = [(model, scheduler) for scheduler in schedulers for model in models]
+    with ExitStack() as stack:
+        right = {model: computed(model, "stock", "1-1") for model in models}
+        folders = {model: stack.enter_context(tempfile.TemporaryDirectory()) for model in models}
+        for kill in range(1, number + len(models) + 1):
+            model, scheduler = pairs[kill % len(pairs)]
+            steps = rng.randrange(100, 600)
+            fault = [f"killed {steps}"] if kill <= number else []
+            found = run(model, scheduler, "1-1", options(model, "disk", folders[model]), *fault)
+            tokens, wrong, answers = compare(found, right[model])
+            differ, compared = differ + tokens, compared + answers
+            what = f"killed at step {steps}" if "killed" in found else "ended well"
+            numbers = f"{found['kept']} keys kept, {found['loaded_tokens']} tokens loaded"
+            sys.stdout.write(f"{model}, {scheduler}: {numbers}; {wrong} of {answers} answers differ; {what}\n")
+            sys.stdout.flush()
+    sys.stdout.write(f"{number} kills, {compared} answers compared, {differ} tokens differ\n")
+    return int(differ > 0)
 
 
 def table(models: list[str], schedulers: list[str], seeds: str) -> Iterator[tuple[int, int, int]]:

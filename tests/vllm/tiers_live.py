@@ -4,7 +4,8 @@ python tests/vllm/tiers_live.py MODEL KIND POOL SEEDS OPTIONS [FAULT]
 
 KIND is stock, kvplane, one of them with " async" or " tp2", or "mirror ADDRESS REPLICA".
 OPTIONS is JSON: the options of the connector; null = no connector. Requests are aborted, also while they load; the pool
-is so small that requests are preempted. FAULT is one of `FAULTS`. Runs in the environment of vLLM (`environment`).
+is so small that requests are preempted. FAULT is one of `FAULTS`, or "killed STEP". Runs in the environment of vLLM
+(`environment`).
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ from kvplane_vllm.tiers.planner import Planner
 from kvplane_worker.tiers import DiskSlots
 
 SLOW_S = 0.02  # a save takes as long as some steps
-STEPS = 150  # before a kill
+STEPS = 150  # before a kill, unless the fault says how many
 ROUNDS = 5  # of all prompts
 HANG_S = 3.0  # that a read takes, on four threads
 NUM_PROMPTS, NEW_TOKENS, IDLE_S = 12, 20, 60.0
+
+answered: dict[str, list[list[int]]] = {}  # what an engine that will be killed has answered, by prompt
 
 
 def transfer(options: dict[str, str]) -> KVTransferConfig:
@@ -88,13 +91,15 @@ def overwritten() -> None:
     Copier.load = garbled  # type: ignore[method-assign]
 
 
-def killed() -> None:
-    """The engine is killed after some steps."""
-    orders, left = Planner.orders, iter(range(STEPS, 0, -1))
+def killed(steps: int = STEPS) -> None:
+    """The engine is killed after some steps. Before, it prints what it has answered, and with how many keys it began."""
+    orders, left = Planner.orders, iter(range(steps, 0, -1))
 
     def or_kill(self: Planner, output: Any) -> Any:
         if next(left) == 1:
-            print('RESULT {"killed": true}', flush=True)
+            result = {"killed": True, "seeds": [{"tokens": answered}], "kept": self.host.kept}
+            counts = {"loaded_tokens": self.counts.loaded_tokens}
+            print("RESULT " + json.dumps(result | counts), flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         return orders(self, output)
 
@@ -125,7 +130,7 @@ def failing_disk() -> None:
     DiskSlots._does = sometimes  # type: ignore[method-assign]
 
 
-FAULTS: dict[str, Callable[[], None]] = {
+FAULTS: dict[str, Callable[..., None]] = {
     "slow": slow,
     "without fence": without_fence,
     "shifted layout": shifted_layout,
@@ -139,7 +144,8 @@ FAULTS: dict[str, Callable[[], None]] = {
 def main(model: str, kind: str, pool: int, seeds: str, options: dict[str, str] | None, fault: str = "") -> None:
     """Run the seeds, and print the result."""
     if fault:
-        FAULTS[fault]()
+        name, *steps = fault.split(" ") if fault.startswith("killed") else [fault]
+        FAULTS[name](*map(int, steps))
     more: dict[str, Any] = {"kv_transfer_config": transfer(options)} if options else {}
     kind, *modes = kind.split()
     if "async" in modes:
@@ -200,8 +206,8 @@ class Live:
         """
         if is_alone:
             return {"tokens": {str(at): self.answers([one])[0] for at, one in enumerate(chosen)}}
-        tokens: dict[str, list[list[int]]] = {}
-        cached = 0
+        answered.clear()
+        tokens, cached = answered, 0
         for _ in range(ROUNDS):
             self.forget()
             answers, hits = self.answers(chosen)
@@ -214,7 +220,7 @@ class Live:
             tokens.setdefault(str(at), []).extend(some)
         self.forget()
         sent = ROUNDS * len(chosen) + result["sent"]
-        return {"tokens": tokens, "cached": cached + result["cached"], "sent": sent, "aborted": result["aborted"]}
+        return {"tokens": dict(tokens), "cached": cached + result["cached"], "sent": sent, "aborted": result["aborted"]}
 
     def answers(self, chosen: list[Any]) -> tuple[list[list[int]], int]:
         """Return the tokens of each answer, and the cached tokens of all."""
