@@ -92,7 +92,7 @@ def overwritten() -> None:
 
 
 def killed(steps: int = STEPS) -> None:
-    """The engine is killed after some steps. Before, it prints what it has answered, and with how many keys it began."""
+    """The engine is killed after some steps. Before, it prints its answers, and with how many keys it began."""
     orders, left = Planner.orders, iter(range(steps, 0, -1))
 
     def or_kill(self: Planner, output: Any) -> Any:
