@@ -369,6 +369,11 @@ def test_unhandled_exceptions_end_the_call_with_internal(service, monkeypatch, c
     assert service.state() == "IDLE"
 
 
+def test_calls_that_one_client_sends_at_once_are_all_answered(service):
+    calls = [service.admin.Status.future(admin_pb2.StatusRequest()) for _ in range(400)]
+    assert all(call.result(WAIT_S).replicas for call in calls)
+
+
 def test_a_snapshot_names_a_violated_invariant(service):
     core = service.app.registry.get("r").host.replica
 
