@@ -35,6 +35,7 @@ from tests.router.fleets import finished
 from tests.router.fuzz import SEEDS, damaged
 
 MOST_BYTES = 1 << 17
+COUNT = b"NNNN"
 FIXED_S, FIXED_BYTES = 0.004, 1 << 18
 _FOLDER = Path(tempfile.gettempdir())
 
@@ -46,7 +47,7 @@ class Input:
     Attributes:
         take: parses an input.
         good: well-formed inputs.
-        parts: what is repeated; heads and tails stand around it.
+        parts: what is repeated; heads, in which COUNT is the number of parts, and tails are around it.
         us_per_kb, bytes_per_byte: what an input may cost, above FIXED_S and FIXED_BYTES.
     """
 
@@ -62,8 +63,10 @@ class Input:
         if rng.random() < 0.3:
             return damaged(rng, rng.choice(self.good))[:MOST_BYTES]
         head, tail = rng.choice(self.around)
-        part = b"".join(rng.choice(self.parts) for _ in range(rng.randrange(1, 4)))
-        text = head + part * (rng.choice([10, 1000, MOST_BYTES]) // len(part)) + tail
+        parts = [rng.choice(self.parts) for _ in range(rng.randrange(1, 4))]
+        part = b"".join(parts)
+        times = (rng.choice([100, 1000, MOST_BYTES]) - len(head) - len(tail)) // len(part)
+        text = head.replace(COUNT, (times * len(parts)).to_bytes(4, "big")) + part * times + tail
         return damaged(rng, text)[:MOST_BYTES] if rng.random() < 0.3 else text[:MOST_BYTES]
 
     def cost(self, text: bytes) -> tuple[float, int]:
@@ -146,10 +149,12 @@ INPUTS = {
     "ZMQ payload": Input(
         _TAKEN.events,
         [msgspec.msgpack.encode(one) for one in SEEDS],
-        [(_BATCH + b"\xdd\x00\x01\x00\x00", b"\x00"), (b"", b""), (_BATCH + b"\x91", b"")],
+        [(_BATCH + b"\xdd" + COUNT, b"\x00"), (_BATCH + b"\xdd\x00\x01\x00\x00", b"\x00"), (b"", b""),
+         (_BATCH + b"\x91", b"")],
         [b"\x90", b"\x91", b"\x81\xa4type\xabBlockStored", b"\xc0", b"\xdd\x00\x00\xff\xff",
-         b"\x91\xb0AllBlocksCleared", msgspec.msgpack.encode(SEEDS[0][1][0]), msgspec.msgpack.encode(SEEDS[0][1][1])],
-        us_per_kb=1500, bytes_per_byte=80,
+         b"\x91\xb0AllBlocksCleared", b"\x92\xacBlockRemoved\x91\x01", b"\x95\xabBlockStored\x91\x01\xc0\x90\x10",
+         msgspec.msgpack.encode(SEEDS[0][1][0]), msgspec.msgpack.encode(SEEDS[0][1][1])],
+        us_per_kb=1500, bytes_per_byte=40,
     ),
     "ext_proc body": Input(
         _TAKEN.body,
