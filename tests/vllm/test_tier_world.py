@@ -10,9 +10,11 @@ import pytest
 from kvplane.base.groups import SavePolicy
 from kvplane_vllm.tiers import rank
 from kvplane_vllm.tiers.copier import Copier
-from tests.vllm.tier_world import World, options
+from kvplane_vllm.tiers.planner import Planner
+from tests.vllm.tier_world import NUM_BLOCKS, World, options
+from tests.vllm.tier_world_hits import SharingWorld
 
-STEPS = 100
+STEPS, MOST_SEEDS = 100, 20
 
 
 @pytest.fixture(autouse=True)
@@ -33,8 +35,8 @@ def slowed(monkeypatch):
     monkeypatch.setattr(Copier, "save", later)
 
 
-def played(seed, settings, lag=0):
-    world = World(seed, settings, lag)
+def played(seed, settings, lag=0, kind=World, **more):
+    world = kind(seed, settings, lag, **more)
     try:
         world.run(STEPS)
     finally:
@@ -58,6 +60,38 @@ def test_every_page_that_is_read_is_right(save, lag, tmp_path, monkeypatch):
     assert counts.loaded_tokens > 200
     assert save is None or replica.tiers.counters.saved > 20
     assert (replica.block_counts.held, set(replica.tiers.open_jobs().values())) == (0, {0})
+
+
+@pytest.mark.parametrize("window", [3, 8], ids=["window within a block", "window of two blocks"])
+@pytest.mark.parametrize(("has_disk", "lag"), [(False, 0), (False, 2), (True, 1)])
+def test_loads_behind_hits_of_the_engines_own_are_right(has_disk, lag, window, tmp_path, monkeypatch):
+    """Plays schedules until some load began behind such a hit: how often that happens depends on the machine."""
+    slowed(monkeypatch)
+    mixed = 0
+    for seed in range(MOST_SEEDS):
+        settings = options(70, tmp_path / f"{seed}", 300) if has_disk else options(600)
+        world = played(seed, settings, lag, SharingWorld, window=window)
+        counts, replica = world.planner.counts, world.planner.host.replica
+        assert (world.wrong, counts.mismatched) == (0, 0)
+        assert min(world.checked, world.own_hits, counts.loaded_tokens) > 0
+        assert len(world.free) == NUM_BLOCKS - 1
+        assert (replica.block_counts.held, set(replica.tiers.open_jobs().values())) == (0, {0})
+        mixed += world.mixed
+        if mixed:
+            break
+    assert mixed > 0
+
+
+def test_a_load_that_begins_before_the_engines_own_hit_ends_is_found(monkeypatch):
+    """The planted fault: what is loaded is a block too early."""
+    copies = Planner._copies
+
+    def early(self, shadow, tables, first, end, to_device=False):
+        return copies(self, shadow, [[0, *table] for table in tables] if to_device else tables, first, end, to_device)
+
+    monkeypatch.setattr(Planner, "_copies", early)
+    world = played(11, options(600), 0, SharingWorld)
+    assert world.wrong + world.planner.counts.mismatched > 0
 
 
 def test_without_the_fence_pages_are_wrong(monkeypatch):

@@ -56,11 +56,11 @@ def cache() -> Any:
     return SimpleNamespace(num_blocks=NUM_BLOCKS, kv_cache_groups=groups, kv_cache_tensors=tensors)
 
 
-def engine_spec(max_model_len: int, max_in_flight_tokens: int) -> ReplicaSpec:
+def engine_spec(max_model_len: int, max_in_flight_tokens: int, window: int = WINDOW) -> ReplicaSpec:
     """The engine's allocator: a group of full attention, and one of a window."""
-    window = GroupSpec(GroupKind.SLIDING_WINDOW, BLOCK, window=WINDOW)
+    windowed = GroupSpec(GroupKind.SLIDING_WINDOW, BLOCK, window=window)
     return ReplicaSpec(
-        groups=(GroupSpec(GroupKind.FULL_ATTENTION, BLOCK), window),
+        groups=(GroupSpec(GroupKind.FULL_ATTENTION, BLOCK), windowed),
         num_blocks=NUM_BLOCKS,
         hash_block_size=BLOCK,
         scheduler_block_size=BLOCK,
@@ -75,8 +75,8 @@ def engine_spec(max_model_len: int, max_in_flight_tokens: int) -> ReplicaSpec:
 class World:
     """The engine, its scheduler ahead of its worker by at most `lag` steps."""
 
-    def __init__(self, seed: int, settings: Settings, lag: int) -> None:
-        self.rng, self.lag = random.Random(seed), lag
+    def __init__(self, seed: int, settings: Settings, lag: int, window: int = WINDOW) -> None:
+        self.rng, self.lag, self.window = random.Random(seed), lag, window
         self.memory = torch.zeros((NUM_BLOCKS, PAGE), dtype=torch.uint8)
         views = dict.fromkeys(GROUPS, self.memory)
         config: Any = SimpleNamespace(
@@ -84,7 +84,7 @@ class World:
         )
         self.rank = TierRank(config, cache(), settings, views)
         num_blocks, tiers = tiers_of(cache(), settings)
-        engine = engine_spec(max_model_len=128, max_in_flight_tokens=BUDGET * (lag + 1))
+        engine = engine_spec(max_model_len=128, max_in_flight_tokens=BUDGET * (lag + 1), window=window)
         self.planner = Planner(HostAllocator(host_spec(engine, num_blocks, tiers), [self.rank.ready]), 5.0)
         self.prompts = [[self.rng.randrange(9) for _ in range(72)] for _ in range(4)]
         self.free = list(range(1, NUM_BLOCKS))
@@ -115,7 +115,7 @@ class World:
 
     def allocate(self, one: Request, end: int) -> bool:
         """Give a request the blocks for its tokens up to `end`; those that left the window are freed first."""
-        first = max(0, one.computed - WINDOW + 1) // BLOCK
+        first = max(0, one.computed - self.window + 1) // BLOCK
         self.release([block for block in one.tables[1][:first] if block])
         one.tables[1][:first] = [0] * min(first, len(one.tables[1]))
         wanted = [-(-end // BLOCK) - len(table) for table in one.tables]
@@ -125,9 +125,13 @@ class World:
         one.tables[1].extend([0] * skipped)
         for table in one.tables:
             while len(table) < -(-end // BLOCK):
-                table.append(self.free.pop())
+                table.append(self.take())
                 one.fresh.append(table[-1])
         return True
+
+    def take(self) -> int:
+        """Take a free block, of which there is one."""
+        return self.free.pop()
 
     def release(self, blocks: list[int]) -> None:
         """Free blocks: the next allocation takes them."""
@@ -202,11 +206,10 @@ class World:
         one.state = LOADING
         return False
 
-    @staticmethod
-    def whole(one: Request) -> int:
+    def whole(self, one: Request) -> int:
         """Return how many further blocks the whole prompt of a request takes at most."""
         held = sum(map(bool, chain(*one.tables)))
-        return -(-one.num_tokens // BLOCK) + (BUDGET + WINDOW) // BLOCK + 2 - held
+        return -(-one.num_tokens // BLOCK) + (BUDGET + self.window) // BLOCK + 2 - held
 
     def preempt(self, one: Request) -> None:
         self.preempted += 1
@@ -259,7 +262,7 @@ class World:
     def check(self, tokens: list[int], tables: list[list[int]], computed: int) -> None:
         """Compare the pages that a step reads with what they should hold."""
         for group, table in enumerate(tables):
-            first = 0 if group == 0 else max(0, computed - WINDOW + 1) // BLOCK
+            first = 0 if group == 0 else max(0, computed - self.window + 1) // BLOCK
             for at in range(first, computed // BLOCK):
                 self.checked += 1
                 self.wrong += not torch.equal(self.memory[table[at]], self.page(tokens[: (at + 1) * BLOCK], group))

@@ -23,8 +23,13 @@ from typing import Any
 from tests.service.rig import running
 from tests.vllm import environment, processes
 
-POOLS = {"llama": 26, "gptoss": 44, "gemma3": 100}  # blocks; so few that requests are preempted
-SMALL = {"llama": "3MiB", "gptoss": "3MiB", "gemma3": "2MiB"}  # host memory, so that most hits are on the disk
+POOLS = {"llama": 26, "gptoss": 44, "gemma3": 100, "mistral": 16}  # blocks, so few that it preempts
+SMALL = {
+    "llama": "3MiB",
+    "gptoss": "3MiB",
+    "gemma3": "2MiB",
+    "mistral": "3MiB",
+}  # host memory, so that most hits are on the disk
 LARGE, DISK_SIZE = "64MiB", "200MiB"
 SCHEDULERS = ("stock", "stock async", "kvplane", "mirror")
 TIERS = ("host", "disk")
