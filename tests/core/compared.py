@@ -12,6 +12,7 @@ why, and `test_compared` prints it.
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -46,7 +47,7 @@ SMALL = 256  # blocks
 FIRST_STEPS, EVERY, LARGE_EVERY = 4, 4, 32  # steps after which the states are compared; of pools that are not small
 CALLS = frozenset(
     "lookup peek_slot blocks_of key_step count_keys group_totals group_counters block_map common_prefix_blocks "
-    "can_rewind shorten_chunk count_held group_blocks count_granted".split()
+    "shorten_chunk count_held group_blocks".split()
 )
 NUMBERS = frozenset(
     "seq epoch executed_through free_blocks num_running block_counts busy_blocks counters retained_counts "
@@ -186,6 +187,7 @@ class ComparedCores(_Base):
         number = len(self._steps)
         whole = number % EVERY == 0 or number < FIRST_STEPS if self._is_small else number % LARGE_EVERY == 0
         self._steps.append(step)
+        efforts = self._efforts(step) if whole else (0, 0)
         result, error = _attempt(self.first, step)
         other, other_error = _attempt(second, step)
         self.require("error", _plain(error), _plain(other_error))
@@ -193,6 +195,7 @@ class ComparedCores(_Base):
             self.compare(step, result, other)
             self._published.compare(self.require, step, result.parts, other.parts)
         self.compare_states(whole)
+        self.require("effort", *efforts)
         if error is not None:
             raise error
         assert result is not None, "a step has a result or an error"
@@ -207,6 +210,14 @@ class ComparedCores(_Base):
         from tests.core.compared_rows import ComparedStep
 
         return ComparedStep(self, executed_through)
+
+    def _efforts(self, step: Step) -> tuple[int, int]:
+        """The estimates of a step, in units of each core; 0 of one that is not valid."""
+        try:
+            self.first.check(step)
+        except KvplaneError:
+            return 0, 0
+        return self.first.effort(step) // unit_ns(self.first), self._made().effort(step) // unit_ns(self._made())
 
     def compare(self, step: Step, result: StepResult, other: StepResult) -> None:
         """Compare the answers to a step."""
@@ -346,6 +357,12 @@ class ComparedCores(_Base):
             self._lacks_events = bool(events)
             self._lacks_tier_events = any(tier.events for tier in self.first.tiers.each)
         return self._second
+
+
+def unit_ns(core: ReplicaCore) -> int:
+    """What one unit of effort takes on a core."""
+    modules = (vars(sys.modules[one.__module__]) for one in type(core).__mro__)
+    return next(module["UNIT_NS"] for module in modules if "UNIT_NS" in module)
 
 
 class _ComparedTiers:

@@ -267,6 +267,7 @@ FAULTS = [
     Fault("a map takes free blocks for held ones", "bind_counts.h", "pool.references[at]", "uint32_t{group != groups}"),
     Fault("a map moves blocks one cell down", "bind_counts.h", "block * cells / pool.num_blocks",
           "(block - 1) * cells / pool.num_blocks"),
+    Fault("an estimate leaves out the victims of a row", "effort.h", "units += Size(victims) * kRow;", ""),
     Fault("grants swap columns", "state.h", "serial.push_back(one.stay.second);",
           "serial.push_back(one.num_tokens);"),
     Fault("a step always ends", "read_step.h", 'IsTrue(ATTRIBUTE(object, "last").get())', "true"),

@@ -197,7 +197,7 @@ def use(core):
         Part(cache=Cache(reset=True)),
     ]
     calls = [lambda: [core.peek_slot(slot) for slot in slots], lambda: core.entries(), core.group_counters]
-    calls += [lambda: list(core.stored_events()), lambda: [core.can_rewind(slot, 1) for slot in slots]]
+    calls += [lambda: list(core.stored_events()), lambda: [core.group_blocks(slot) for slot in slots]]
     calls += [core.common_prefix_blocks]
     calls += [
         lambda at=at, part=part: core.apply(Step(core.epoch, seq + at, [part], executed_through=seq + at - 1))

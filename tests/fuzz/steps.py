@@ -281,7 +281,6 @@ class Program:
             _equal("cached_columns", *(core.cached_columns(list(digests), domain) for core in (first, second)))
             of_tiers = [[core.tiers.tier_of(domain, 0, one) for one in digests] for core in (first, second)]
             _equal("tier_of", *of_tiers)
-        _equal("count_granted", first.count_granted(first.seq), second.count_granted(first.seq))
 
     def _ask_of(self, slot: int) -> None:
         first, second, source = self.twin.first, self.second, self.source
@@ -292,7 +291,6 @@ class Program:
         for name in ("running", "held", "num_tokens", "computed"):
             _equal(name, getattr(first.requests, name)[slot], getattr(second.requests, name)[slot])
         at, wanted = source.below(66), source.below(40)
-        _equal("can_rewind", first.can_rewind(slot, at), second.can_rewind(slot, at))
         _equal("shorten_chunk", first.shorten_chunk(slot, at, wanted), second.shorten_chunk(slot, at, wanted))
         for digest_of in first.requests.hashes(slot):
             domain = first.requests.domain[slot]

@@ -22,7 +22,6 @@ from kvplane_core.spec.replica import Replica
 from kvplane_service.decisions.log import without_tokens
 from kvplane_service.decisions.packing import pack_decision
 from kvplane_service.decisions.sent import Record, SentResult, SentStep, answered, kinds_of
-from kvplane_service.replicas.applying import effort
 from kvplane_service.replicas.step_order import size_of
 from tests.core import page_engine, test_tier_contents
 from tests.core.compared import ComparedCores
@@ -67,8 +66,8 @@ class ByMessages(NativeReplica):
         assert (read.executed_through, read.traceparent) == (step.executed_through, step.traceparent)
         assert (read.num_parts, read.num_rows, read.num_tokens) == (len(step.parts), *size_of(step))
         assert read.kinds & ~HAS_KEYS == kinds_of(step)
-        assert self.effort_of(read.form) == effort(step, self)
         sent = SentStep(read, message, lambda _: decoded.parts)
+        assert self.effort(sent) == self.effort(step)
         answer = super()._apply(sent, alone)
         type(self).sent += 1
         return self._recorded(sent, decoded, answered(sent, answer))

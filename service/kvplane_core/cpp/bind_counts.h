@@ -31,12 +31,6 @@ inline Column CountersOf(Replica& replica) {
     return counts;
 }
 
-// Requests to which a step in flight granted tokens.
-inline Int CountGranted(Replica& replica, Int step) {
-    const auto found = replica.tracker.grants.find(step);
-    return found == replica.tracker.grants.end() ? 0 : static_cast<Int>(found->second.size());
-}
-
 // Per group (keys, blocks that were allocated, and adopted).
 inline std::vector<Column> GroupTotals(Replica& replica) {
     const BlockPool& pool = PoolOf(replica);

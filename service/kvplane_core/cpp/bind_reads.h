@@ -211,11 +211,6 @@ inline std::vector<BlockList> TablesOf(Replica& replica, Int slot) {
     return tables;
 }
 
-inline bool CanRewind(Replica& replica, Int slot, Position computed) {
-    const Coordinator& blocks = replica.blocks;
-    return blocks.requests.IsLive(slot) && blocks.CanRewind(slot, computed.tokens);
-}
-
 // Tokens of a chunk that ends where a state can be cached.
 inline Int ShortenChunk(Replica& replica, Int slot, Position start, Position wanted) {
     Check(replica.blocks.requests.IsLive(slot));
@@ -232,12 +227,18 @@ inline void CheckAlone(Core& core, PyObject* given) {
     if (!core.of_nobody->Accepts(step)) throw Refused{core.of_nobody->refusal()};
 }
 
-// What a step takes that was read, in units.
-inline Int EffortOf(Replica& replica, PyObject* read) {
-    const SentStep& sent = SentOf(read);
+// What a step takes, or one that `read_step` read, in units.
+inline Int EffortOf(Replica& replica, PyObject* given) {
+    if (!PyCapsule_IsValid(given, kSent)) {
+        Step step;
+        ReadStep(given, &step);
+        return Effort(replica).Of(step);
+    }
+    const SentStep& sent = SentOf(given);
     Check(!sent.is_applied);
     return Effort(replica).Of(sent.step);
 }
+inline Int LookUpEffort(Replica& replica, Int num_tokens) { return Effort(replica).OfLookUp(num_tokens); }
 
 inline OpenStep& RowsOf(Core& core) {
     Require(core.rows != nullptr, "no step is open");
@@ -288,14 +289,14 @@ inline Int NeededOf(Replica& replica, Int group, const std::vector<Position>& ne
 
 // -- tiers ----------------------------------------------------------------------------------------------------------
 
-// Per tier (slots with a key, shadows, free, retained, stale ones, hit tokens, uses by group).
+// Per tier (slots with a key, shadows, free, retained, hit tokens, uses by group).
 inline PyObject* TiersOf(Replica& replica) {
     Owned each(PyList_New(0));
     for (const Tier& one : replica.blocks.tiers.each) {
         std::vector<Column> uses;
         for (const GroupUse& use : one.uses) uses.push_back({use.held, use.stored, use.loaded, use.evicted});
         Append(each, Tuple(ToPy(one.num_held()), ToPy(one.num_shadows), ToPy(one.num_free()),
-                           ToPy(one.retained.num_free()), ToPy(one.stale.count()), ToPy(one.hit_tokens), ToPy(uses)));
+                           ToPy(one.retained.num_free()), ToPy(one.hit_tokens), ToPy(uses)));
     }
     return each.Release();
 }
@@ -351,7 +352,6 @@ inline const Functions& Questions() {
         Named<BlockCounts>("block_counts", kOfAny),
         Named<RetainedCounts>("retained_counts", kOfAny),
         Named<CountersOf>("counters", kOfAny),
-        Named<CountGranted>("count_granted", kOfAny),
         Named<GroupTotals>("group_totals", kOfAny),
         Named<GroupCounters>("group_counters", kOfAny),
         Named<BlockMap>("block_map", kOfAny),
@@ -373,10 +373,10 @@ inline const Functions& Questions() {
         Named<HashesOf>("hashes"),
         Named<HeldBlocksOf>("held"),
         Named<TablesOf>("tables"),
-        Named<CanRewind>("can_rewind"),
         Named<ShortenChunk>("shorten_chunk"),
         Named<CheckAlone>("check_alone"),
         Named<EffortOf>("effort"),
+        Named<LookUpEffort>("look_up_effort"),
         Named<InGroup>("in_group"),
         Named<SkippedOf>("skipped"),
         Named<NeededOf>("needed"),

@@ -1,4 +1,4 @@
-// Estimates what a step takes, in units: as `effort` in replicas/applying.py, which says what a unit is.
+// Estimates what a step takes, in units, see effort.py.
 #pragma once
 
 #include "replica.h"
@@ -15,16 +15,20 @@ class Effort {
         return units;
     }
 
+    Int OfLookUp(Int num_tokens) const {
+        return kRow + num_tokens / replica_.spec.hash_block_size / kDigestsRead + BlocksOf(num_tokens) / kBlocksSeen;
+    }
+
   private:
     static constexpr Int kRow = 4, kTokensHashed = 64, kDigestsRead = 32, kIdsEncoded = 32, kBlocksSeen = 4;
     static constexpr Int kSparseBlocks = 4, kMost = Int{1} << 48;  // tokens above which estimates are equal
 
     static Int Size(const Column& column) { return static_cast<Int>(column.size()); }
     static Int Sum(const Column& column) { return std::accumulate(column.begin(), column.end(), Int{0}); }
-    // Of the entries of these slots; a slot beyond the column begins in this step, with the news section.
-    static Int Sum(const Column& column, const Column& slots) {
+    // Of the entries of these slots; a request of another one begins in this step, with the news section.
+    Int Sum(const Column& column, const Column& slots) const {
         Int sum = 0;
-        for (const Int slot : slots) sum += slot >= 0 && slot < kMaxSlots ? column[static_cast<size_t>(slot)] : 0;
+        for (const Int slot : slots) sum += requests_.IsLive(slot) ? column[static_cast<size_t>(slot)] : 0;
         return sum;
     }
     static Int Capped(Int num_tokens, const Column& caps) {
@@ -90,12 +94,11 @@ class Effort {
         Int lowered = 0, dropped = 0;
         for (size_t row = 0; row < std::min(facts.slot.size(), facts.computed.size()); ++row) {
             const Int slot = facts.slot[row], count = facts.computed[row];
-            if (count == kUnchanged || slot < 0 || slot >= kMaxSlots) continue;
+            if (count == kUnchanged || !requests_.IsLive(slot)) continue;
             const Int computed = requests_.computed[static_cast<size_t>(slot)];
             if (count >= computed) continue;
             lowered += computed - count;
-            const bool can = requests_.IsLive(slot) && replica_.blocks.CanRewind(slot, std::max<Int>(count, 0));
-            dropped += can ? 0 : computed;
+            dropped += replica_.blocks.CanRewind(slot, std::max<Int>(count, 0)) ? 0 : computed;
         }
         return {lowered, dropped};
     }
@@ -120,7 +123,11 @@ class Effort {
         }
         units += failed * kRow;
         for (const auto& tier : blocks.tiers.each) units += cache.evicted.empty() ? 0 : tier.stale.count();
-        if (!cache.evicted.empty() || failed) seen += BlocksOf(Sum(requests_.computed));
+        if (!cache.evicted.empty() || failed) {
+            Int computed = 0;
+            for (Int slot = 0; slot < requests_.size(); ++slot) computed += Sum(requests_.computed, {slot});
+            seen += BlocksOf(computed);
+        }
         return units + seen / kBlocksSeen;
     }
 

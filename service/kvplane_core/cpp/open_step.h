@@ -90,7 +90,6 @@ class OpenStep {
         OpenPart();
     }
 
-    bool is_open() const { return is_open_; }
     bool HasGranted(Int slot) const { return InRange(slot) && granted_in_[slot] >= first_part_; }
     Int num_granted() const { return num_granted_; }
     Int seq() const { return seq_; }

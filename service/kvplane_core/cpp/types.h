@@ -42,7 +42,6 @@ constexpr Block kNullBlock = 0;
 constexpr Int kForever = Int{1} << 62;
 constexpr Int kInside = Int{1} << 62;  // look-up horizon of the replica's own requests
 constexpr Int kUnlimited = 0xFFFFFFFF;
-constexpr uint64_t kAllGroups = ~uint64_t{0};
 constexpr Int kUnchanged = -1;
 constexpr Int kAnyHit = -1;
 constexpr Int kNotTracked = -1;

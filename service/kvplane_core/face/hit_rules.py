@@ -279,11 +279,6 @@ _RULES: dict[GroupKind, type[GroupRule]] = {
 }
 
 
-def is_downward_closed(group: GroupSpec) -> bool:
-    """Whether a hit of n tokens in a group implies hits of all smaller lengths."""
-    return _RULES[group.kind].is_downward_closed
-
-
 def blocks_of_hit(spec: ReplicaSpec, num_tokens: int) -> list[int]:
     """Return the number of blocks of each group that the hit of a prefix needs; 0 for groups that are not looked up.
 

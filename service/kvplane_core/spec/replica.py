@@ -31,6 +31,7 @@ from kvplane_core.face.keys import NULL_BLOCK
 from kvplane_core.face.recovery import PoolShape, RecoveredState, RecoveryOutcome, verify_entries
 from kvplane_core.face.setup import check_spec
 from kvplane_core.spec.coordinator import Coordinator
+from kvplane_core.spec.effort import Effort
 from kvplane_core.spec.facts import FactApplier, report_hashes
 from kvplane_core.spec.group_counts import count_by_cell, count_by_group, count_common_blocks
 from kvplane_core.spec.in_flight import InFlightTracker
@@ -46,6 +47,8 @@ from kvplane_core.spec.tiers.behind import SaveBehind
 from kvplane_core.spec.tiers.loads import TierLoads
 from kvplane_core.spec.tiers.prefetch import order_prefetch
 from kvplane_core.spec.validate import StepValidator
+
+UNIT_NS = 2_000  # to allocate and register a block, of requests of 40 blocks and more, rounded up
 
 
 class Replica:
@@ -204,6 +207,14 @@ class Replica:
         events, self._pool.events = self._pool.events, CacheEvents()
         return events
 
+    def effort(self, step: Step) -> int:
+        """Estimate what it takes to apply a step, in nanoseconds. Invalid steps are accepted too. Changes nothing."""
+        return UNIT_NS * Effort(self).of(step)
+
+    def look_up_effort(self, num_tokens: int) -> int:
+        """Estimate what the look-up of a prompt of this length takes, in nanoseconds."""
+        return UNIT_NS * Effort(self).of_look_up(num_tokens)
+
     def check_in_slices(self) -> Generator[None]:
         """Check all invariants, see `invariants.check_in_slices`. The caller must close it when the replica changes."""
         return check_in_slices(self)
@@ -309,11 +320,6 @@ class Replica:
         return len(self._pool.retained.each), len(self._pool.retained.of_key)
 
     @property
-    def unit_ns(self) -> int:
-        """Time to allocate and register a block, of requests of 40 blocks and more, rounded up: the unit of effort."""
-        return 2_000
-
-    @property
     def digest_size(self) -> int:
         """Bytes of a block hash."""
         return self._scheme.digest.size
@@ -353,12 +359,6 @@ class Replica:
         """Histograms of block lifetimes; do not change them."""
         return self._pool.residency
 
-    def can_rewind(self, slot: int, num_computed: int) -> bool:
-        """Whether the request still has all blocks that are needed to compute the tokens after the first `num_computed`
-        again.
-        """
-        return self.coordinator.can_rewind(slot, num_computed)
-
     def shorten_chunk(self, slot: int, start: int, wanted: int) -> int:
         """Return how many of the `wanted` tokens from `start` on an aligned row grants at most."""
         return align_chunk(self.coordinator, slot, start, wanted)
@@ -371,11 +371,6 @@ class Replica:
         """Count the blocks of a request by group; one that several requests share counts for each."""
         tables = (manager.table[slot] for manager in self.coordinator.managers)
         return [len(table) - table.count(NULL_BLOCK) for table in tables]
-
-    def count_granted(self, seq: int) -> int:
-        """Count the requests to which a step in flight granted tokens; 0 for other steps."""
-        grants = self.tracker.grants.get(seq)
-        return len(grants.slot) if grants else 0
 
     def common_prefix_blocks(self) -> list[int]:
         """Return, per group, how many leading blocks all running requests share (for cascade attention)."""

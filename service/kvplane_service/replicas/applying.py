@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, TypeVar
 
 from kvplane.base.errors import InternalError, KvplaneError
-from kvplane.base.step import UNCHANGED, Facts, OnRefusal, Part, RowFlag, Step, StepResult
-from kvplane_core.face.hit_rules import is_downward_closed
+from kvplane.base.step import Part, Step, StepResult
 from kvplane_core.face.interface import ReadStep, ReplicaCore
 from kvplane_service.decisions.log import Decision, DecisionLog
 from kvplane_service.decisions.sent import OfParts, Record, SentResult, SentStep, answered
@@ -25,12 +24,7 @@ from kvplane_service.replicas.events import EventLog, PublicationHold
 from kvplane_service.runtime.executors import Offload
 from kvplane_service.runtime.rota import Busy
 
-# The estimate is a sum over columns in units, a block that is allocated and registered, times what the core takes for
-# one (`unit_ns`). It tends to be too high, and decides whether a step may hold the event loop and what its owner pays.
-MOST_INLINE_NS = 2_000_000  # above this a step is applied on a thread
-_ROW = 4  # units per row
-_FULL_FIT = int(RowFlag.FULL_FIT)  # a plain integer: an enum's operators are slow
-_TOKENS_HASHED, _DIGESTS_READ, _IDS_ENCODED, _BLOCKS_SEEN, _SPARSE_BLOCKS = 64, 32, 32, 4, 4  # each per unit
+MOST_INLINE_NS = 2_000_000  # estimated; above this a step is applied on a thread
 
 _T = TypeVar("_T")
 Done = Callable[[StepResult], _T]  # called when a step was applied, before any waiting caller resumes
@@ -111,9 +105,7 @@ class Applying:
 
     def effort(self, step: Step) -> int:
         """Estimate what the core takes to apply a step, in nanoseconds. Invalid steps are accepted too."""
-        if isinstance(step, SentStep):
-            return int(self._replica.effort_of(step.read))  # type: ignore[attr-defined]
-        return effort(step, self._replica)
+        return self._replica.effort(step)
 
     def is_long(self, step: Step, effort_ns: int | None = None) -> bool:
         """Whether applying the step on the event loop could delay other replicas. `effort_ns`: if it is known."""
@@ -121,10 +113,7 @@ class Applying:
 
     def is_long_look_up(self, num_tokens: int) -> bool:
         """Whether a look-up of this number of tokens on the event loop could delay other replicas."""
-        spec, replica = self._replica.spec, self._replica
-        blocks = sum(num_tokens // group.block_size for group in spec.groups)
-        units = _ROW + num_tokens // spec.hash_block_size // _DIGESTS_READ + blocks // _BLOCKS_SEEN
-        return replica.unit_ns * units > MOST_INLINE_NS
+        return self._replica.look_up_effort(num_tokens) > MOST_INLINE_NS
 
     async def aside(self, work: Awaitable[_T]) -> _T:
         """Run long work in a task that is the only user of the replica; returns its result. No other long work may be
@@ -207,104 +196,3 @@ class Applying:
         self._decisions.append(Decision(step, result, events, at_ns, took_ns), packed)
         self._events.publish_step(self._hold, step, events, of_tiers)
         return result
-
-
-def effort(step: Step, replica: ReplicaCore) -> int:
-    """Estimate what the core takes to apply a step, in nanoseconds. Invalid steps are accepted too."""
-    return replica.unit_ns * sum(_of_part(part, replica) for part in step.parts)
-
-
-def _of_part(part: Part, replica: ReplicaCore) -> int:
-    facts, news = part.facts, part.news
-    rows = len(facts.slot) + len(news.slot) + len(part.run.slot) + len(part.admit.slot) + len(part.peek.slot)
-    rows += len(part.prefetch.slot) + len(part.retain.num_hashes)
-    tokens = len(facts.tokens) + len(news.tokens)
-    digests = len(facts.hashes) + len(news.hashes) + len(part.prefetch.hashes) + len(part.retain.hashes)
-    units = rows * _ROW + tokens // _TOKENS_HASHED + digests // replica.digest_size // _DIGESTS_READ
-    return units + _of_tables(part, replica) + _of_cache(part, replica)
-
-
-def _of_tables(part: Part, replica: ReplicaCore) -> int:
-    """Estimate how many blocks, over all groups, the rows allocate, register, look up and release."""
-    requests, facts, run, admit = replica.requests, part.facts, part.run, part.admit
-    known, computed = requests.num_tokens, requests.computed
-    waiting = _sum(known, admit.slot) + sum(part.news.num_tokens)
-    lowered, dropped = _rewound(facts, replica)
-    running = _sum(known, run.slot) - _sum(computed, run.slot) + lowered + sum(facts.appended) + sum(run.extra)
-    wanted = _capped(running, run.cap) + _capped(waiting + sum(admit.extra), admit.cap)
-    granted = max(0, min(wanted, part.budget.tokens))
-    granted += sum(run.lookahead) + sum(admit.lookahead) + sum(admit.external)
-    granted += sum(count for count in facts.commit if count != UNCHANGED)
-    granted += sum(facts.num_hashes) * replica.spec.hash_block_size  # their blocks may be registered only now
-    ended = [slot for slot, end in zip(facts.slot, facts.end, strict=False) if end]
-    seen = waiting + _sum(known, part.peek.slot) + _sum(computed, ended) + dropped
-    seen += _sum(known, part.prefetch.slot) + sum(part.prefetch.num_hashes) * replica.spec.hash_block_size
-    seen += sum(part.retain.num_hashes) * replica.spec.hash_block_size
-    units = needed = 0
-    for group in replica.spec.groups:
-        dense = 1 if is_downward_closed(group) else _SPARSE_BLOCKS
-        units += granted // group.block_size // dense
-        needed += granted // group.block_size + len(run.slot)
-    may_lack = needed > replica.free_blocks or run.reserved or any(flag & _FULL_FIT for flag in run.flags)
-    if run.on_refusal is OnRefusal.PREEMPT and may_lack:
-        victims = run.victims or run.slot  # the blocks that they share are released once for each of them
-        seen += _sum(computed, victims)
-        units += len(victims) * _ROW
-    if part.with_tables:
-        units += _blocks_of(waiting + _sum(known, run.slot), replica) // _IDS_ENCODED
-    return units + _blocks_of(seen, replica) // _BLOCKS_SEEN
-
-
-def _rewound(facts: Facts, replica: ReplicaCore) -> tuple[int, int]:
-    """Return by how many computed tokens the rows go back, and the computed tokens of requests that such a row preempts
-    because their tables lack blocks.
-    """
-    computed, lowered, dropped = replica.requests.computed, 0, 0
-    for slot, count in zip(facts.slot, facts.computed, strict=False):
-        if count != UNCHANGED and 0 <= slot < len(computed) and count < computed[slot]:
-            lowered += computed[slot] - count
-            if not replica.can_rewind(slot, max(count, 0)):
-                dropped += computed[slot]
-    return lowered, dropped
-
-
-def _of_cache(part: Part, replica: ReplicaCore) -> int:
-    """Estimate how many blocks a cache section visits.
-
-    A reset visits the blocks with a key; an eviction or a failed step visits the tables of all requests, whose blocks
-    may be shared.
-    """
-    cache, computed = part.cache, replica.requests.computed
-    units = len(cache.evicted) + len(cache.loads_over)
-    if part.resume is not None:  # the stamps of all blocks are compared
-        units += len(part.resume.blocks) + replica.spec.num_blocks
-    seen = replica.block_counts.cached if cache.reset else 0
-    seen += sum(map(replica.count_held, cache.released))
-    seen += _blocks_of(_sum(computed, cache.released), replica)
-    failed = sum(map(replica.count_granted, cache.failed_steps))
-    units += failed * _ROW
-    if cache.evicted:
-        units += sum(tier.num_stale for tier in replica.tiers.each)
-    if cache.evicted or failed:
-        seen += _blocks_of(sum(computed), replica)
-    return units + seen // _BLOCKS_SEEN
-
-
-def _blocks_of(num_tokens: int, replica: ReplicaCore) -> int:
-    """Return how many blocks the tables of all groups have for this number of tokens."""
-    return sum(num_tokens // group.block_size for group in replica.spec.groups)
-
-
-def _capped(num_tokens: int, caps: Sequence[int]) -> int:
-    return min(num_tokens, sum(caps)) if caps else num_tokens
-
-
-def _sum(column: Sequence[int], slots: Sequence[int]) -> int:
-    """Return the sum of the column's entries for these slots.
-
-    Slots beyond the column begin in this step; their tokens are counted with the news section.
-    """
-    there: Iterable[int] = slots
-    if slots and (max(slots) >= len(column) or min(slots) < 0):
-        there = (slot for slot in slots if 0 <= slot < len(column))
-    return sum(map(column.__getitem__, there))

@@ -51,6 +51,7 @@ from kvplane_core.face.setup import check_spec
 from kvplane_core.face.state import hasher_of, hasher_state, not_loaded, spec_digests
 
 SOURCES = _native.SOURCES
+UNIT_NS = 50  # to allocate and register a block, of requests of 40 blocks and more, rounded up
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +135,15 @@ class NativeReplica:
         found = _native.read_step(message, self._scheme.digest.size)
         return None if found is None else ReadStep(*found)
 
-    def effort_of(self, read: object) -> int:
-        """Estimate the cost of a step that was read, in nanoseconds, as `effort` of replicas/applying.py does."""
-        return self.unit_ns * _native.read(self.core, "effort", read)
+    def effort(self, step: Step) -> int:
+        """Estimate what it takes to apply a step, in nanoseconds, see `Replica.effort`. A step that was read from a
+        message has the attribute `read`.
+        """
+        return UNIT_NS * _native.read(self.core, "effort", getattr(step, "read", step))
+
+    def look_up_effort(self, num_tokens: int) -> int:
+        """Estimate what the look-up of a prompt of this length takes, in nanoseconds."""
+        return UNIT_NS * _native.read(self.core, "look_up_effort", num_tokens)
 
     def pack_applied(self, step: Step, at_ns: int, took_ns: int) -> bytes | None:
         """Return the decision about the step that was applied last, as `decisions.packing` packs it; None for one of
@@ -269,8 +276,6 @@ class NativeReplica:
     counters = Read(lambda counts: Counters(*counts))
     residency = Read(lambda histograms: Residency(*histograms))
 
-    unit_ns = 50  # time to allocate and register a block, of requests of 40 blocks and more, rounded up
-
     @property
     def block_counts(self) -> BlockCounts:
         """Number of blocks by state."""
@@ -357,10 +362,6 @@ class NativeReplica:
         """Return, per group, how many leading blocks all running requests share."""
         return self._read("common_prefix_blocks")
 
-    def can_rewind(self, slot: int, num_computed: int) -> bool:
-        """Whether the request has all blocks to compute the tokens after the first `num_computed` again."""
-        return self._read("can_rewind", slot, num_computed)
-
     def shorten_chunk(self, slot: int, start: int, wanted: int) -> int:
         """Return how many of the `wanted` tokens from `start` on an aligned row grants at most."""
         return self._read("shorten_chunk", slot, start, wanted)
@@ -373,7 +374,3 @@ class NativeReplica:
         """Count the blocks of a request by group."""
         assert self.requests.is_live(slot), "the slot has no request"
         return [len(table) - table.count(NULL_BLOCK) for table in self._read("tables", slot)]
-
-    def count_granted(self, seq: int) -> int:
-        """Count the requests to which a step in flight granted tokens; 0 for other steps."""
-        return self._read("count_granted", seq)

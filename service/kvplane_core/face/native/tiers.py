@@ -21,9 +21,9 @@ Unpack = Callable[[tuple[int, bytes]], Key]
 class NativeTier:
     """One tier, with the counts that it had when this object was made."""
 
-    def __init__(self, num_slots: int, counts: tuple[int, int, int, int, int, int, list[list[int]]]) -> None:
+    def __init__(self, num_slots: int, counts: tuple[int, int, int, int, int, list[list[int]]]) -> None:
         self.num_slots = num_slots
-        held, shadows, free, retained, self.num_stale, self.hit_tokens, uses = counts
+        held, shadows, free, retained, self.hit_tokens, uses = counts
         self.num_held, self.num_shadows, self.num_free, self.num_retained = held, shadows, free, retained
         self.uses = [GroupUse(*use) for use in uses]
 
