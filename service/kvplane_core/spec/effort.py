@@ -6,12 +6,11 @@ registered.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from kvplane.base.groups import ReplicaSpec
 from kvplane.base.step import UNCHANGED, Facts, OnRefusal, Part, RowFlag, Step
-
-if TYPE_CHECKING:
-    from kvplane_core.spec.replica import Replica
+from kvplane_core.spec.coordinator import Coordinator
+from kvplane_core.spec.in_flight import InFlightTracker
 
 ROW = 4  # units per row
 TOKENS_HASHED, DIGESTS_READ, IDS_ENCODED, BLOCKS_SEEN, SPARSE_BLOCKS = 64, 32, 32, 4, 4  # each per unit
@@ -21,10 +20,10 @@ FULL_FIT = int(RowFlag.FULL_FIT)
 class Effort:
     """Estimates steps on the present state of a replica. Invalid steps are accepted too."""
 
-    def __init__(self, replica: Replica) -> None:
-        self._replica, self._spec, self._managers = replica, replica.spec, replica.coordinator.managers
-        self._requests = replica.requests
-        self._known, self._computed = replica.requests.num_tokens, replica.requests.computed
+    def __init__(self, spec: ReplicaSpec, digest_size: int, blocks: Coordinator, tracker: InFlightTracker) -> None:
+        self._spec, self._digest_size, self._blocks, self._tracker = spec, digest_size, blocks, tracker
+        self._requests = blocks.requests
+        self._known, self._computed = blocks.requests.num_tokens, blocks.requests.computed
 
     def of(self, step: Step) -> int:
         """Return the units of a step."""
@@ -41,7 +40,7 @@ class Effort:
         rows += len(part.prefetch.slot) + len(part.retain.num_hashes)
         digests = len(facts.hashes) + len(news.hashes) + len(part.prefetch.hashes) + len(part.retain.hashes)
         units = rows * ROW + (len(facts.tokens) + len(news.tokens)) // TOKENS_HASHED
-        return units + digests // self._replica.digest_size // DIGESTS_READ
+        return units + digests // self._digest_size // DIGESTS_READ
 
     def _of_tables(self, part: Part) -> int:
         """How many blocks, over all groups, the rows allocate, register, look up and release."""
@@ -60,10 +59,10 @@ class Effort:
         seen += self._sum(known, part.prefetch.slot)
         seen += (sum(part.prefetch.num_hashes) + sum(part.retain.num_hashes)) * self._spec.hash_block_size
         units = needed = 0
-        for manager in self._managers:
+        for manager in self._blocks.managers:
             units += granted // manager.block_size // (1 if manager.is_downward_closed() else SPARSE_BLOCKS)
             needed += granted // manager.block_size + len(run.slot)
-        may_lack = needed > self._replica.free_blocks or run.reserved or any(one & FULL_FIT for one in run.flags)
+        may_lack = needed > self._blocks.pool.num_free or run.reserved or any(one & FULL_FIT for one in run.flags)
         if run.on_refusal is OnRefusal.PREEMPT and may_lack:
             victims = run.victims or run.slot  # the blocks that they share are released once for each of them
             seen += self._sum(computed, victims)
@@ -80,7 +79,7 @@ class Effort:
         for slot, count in zip(facts.slot, facts.computed, strict=False):
             if count != UNCHANGED and self._requests.is_live(slot) and count < computed[slot]:
                 lowered += computed[slot] - count
-                if not self._replica.coordinator.can_rewind(slot, max(count, 0)):
+                if not self._blocks.can_rewind(slot, max(count, 0)):
                     dropped += computed[slot]
         return lowered, dropped
 
@@ -88,18 +87,18 @@ class Effort:
         """How many blocks a cache section, or an image, visits: a reset those with a key; an eviction or a failed step
         the tables of all requests, whose blocks may be shared.
         """
-        cache, computed, tracker = part.cache, self._computed, self._replica.tracker
+        cache, computed, tracker = part.cache, self._computed, self._tracker
         units = len(cache.evicted) + len(cache.loads_over)
         if part.resume is not None:  # the stamps of all blocks are compared
             units += len(part.resume.blocks) + self._spec.num_blocks
-        seen = self._replica.block_counts.cached if cache.reset else 0
-        seen += sum(map(self._replica.count_held, cache.released)) + self._blocks_of(
+        seen = self._blocks.pool.num_evictable if cache.reset else 0
+        seen += sum(len(tracker.held.get(slot, ())) for slot in cache.released) + self._blocks_of(
             self._sum(computed, cache.released)
         )
         failed = sum(len(tracker.grants[seq].slot) for seq in cache.failed_steps if seq in tracker.grants)
         units += failed * ROW
         if cache.evicted:
-            units += sum(tier.num_stale for tier in self._replica.tiers.each)
+            units += sum(tier.num_stale for tier in self._blocks.tiers.each)
         if cache.evicted or failed:
             seen += self._blocks_of(self._sum(computed, self._requests.slots()))
         return units + seen // BLOCKS_SEEN

@@ -209,11 +209,14 @@ class Replica:
 
     def effort(self, step: Step) -> int:
         """Estimate what it takes to apply a step, in nanoseconds. Invalid steps are accepted too. Changes nothing."""
-        return UNIT_NS * Effort(self).of(step)
+        return UNIT_NS * self._effort().of(step)
 
     def look_up_effort(self, num_tokens: int) -> int:
         """Estimate what the look-up of a prompt of this length takes, in nanoseconds."""
-        return UNIT_NS * Effort(self).of_look_up(num_tokens)
+        return UNIT_NS * self._effort().of_look_up(num_tokens)
+
+    def _effort(self) -> Effort:
+        return Effort(self.spec, self.digest_size, self.coordinator, self.tracker)
 
     def check_in_slices(self) -> Generator[None]:
         """Check all invariants, see `invariants.check_in_slices`. The caller must close it when the replica changes."""
