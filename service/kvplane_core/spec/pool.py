@@ -81,6 +81,7 @@ class BlockPool:
         `after`: the last block of the same table, for a `SplitPool`.
         """
         del after
+        assert count <= self.num_free, f"{count} blocks are taken, {self.num_free} are free"
         return self._hand_out(self.retained.next_victims(count))
 
     def take_states(self, count: int) -> list[int]:
