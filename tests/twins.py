@@ -1217,7 +1217,7 @@ TWINS: dict[str, Twin] = {
     ),
     "what diverged stays shown": Twin(
         "a mirror that differs from its engine is hidden before anything else happens",
-        (Patch(f"{SERVICE}.replicas.host:ReplicaHost.lose_entries", do_nothing),),
+        (Patch(f"{SERVICE}.replicas.host_state:HostState.lose_entries", do_nothing),),
     ),
     "lag limit ignored": Twin(
         "a mirror that lags too far behind its engine is hidden",

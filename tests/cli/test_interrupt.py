@@ -190,3 +190,29 @@ def test_a_signal_lets_a_benchmark_deregister_its_replica(number):
             process.kill()
         assert process.returncode in (130, -signal.SIGINT), printed
         assert len(service.app.registry) == 0
+
+
+HELD_LOCK = """
+import os, signal, sys, threading, time
+from kvplane_tools.cli import interrupt
+lock = threading.Lock()
+lock.acquire()
+class Call:
+    def __del__(self, lock=lock):  # a global is gone when Python ends
+        with lock:
+            pass
+call = Call()
+print("kept in a buffer")
+with interrupt.handled():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+    except KeyboardInterrupt:
+        sys.exit(130)
+"""
+
+
+def test_a_lock_that_a_stopped_thread_holds_does_not_keep_an_interrupted_command():
+    """Python stops daemon threads at its end, wherever they are: here, with a lock."""
+    done = subprocess.run([sys.executable, "-c", HELD_LOCK], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (130, "kept in a buffer\n"), done.stderr

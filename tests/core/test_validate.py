@@ -346,7 +346,7 @@ def test_both_cores_give_the_reasons_that_have_texts():
     files = {"validate.py", "open_step.py", "resume.py"}
     of_python = "".join((folder / "spec" / name).read_text() for name in files)
     headers = sorted((folder / "cpp").glob("*.h"))
-    of_compiled = "".join(path.read_text() for path in headers if not path.name.startswith("bind_image"))
+    of_compiled = "".join(path.read_text() for path in headers if path.name not in ("image.h", "bind_walks.h"))
     assert not [reason for reason in TEXTS if f'"{reason}"' not in of_python]
     assert not [reason for reason in TEXTS if f'"{reason}"' not in of_compiled]
     given = set(REFUSES.findall(re.sub(r"\s+", " ", of_compiled)))

@@ -8,10 +8,10 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
-from kvplane_tools.cli.options import INTERRUPTED
+from kvplane_tools.cli.options import FAILED, INTERRUPTED
 
 # Seconds: that a command may take to clean up; after which a second Ctrl-C ends it at once (before, it is the same one,
 # which a parent process forwarded); between two attempts to raise the exception.
@@ -54,6 +54,16 @@ class Interrupt:
         if self._raised:
             raise KeyboardInterrupt
 
+    def leave(self, code: int) -> None:
+        """End the process if a signal has come. It skips Python's own end, which stops the threads of gRPC wherever they
+        are: a lock that one of them holds would block the finalizer of a call forever.
+        """
+        if self._end:
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError, ValueError):  # the reader has gone, or the stream is closed
+                    stream.flush()
+            os._exit(code)
+
     def discarded(self, unraisable: sys.UnraisableHookArgs) -> None:
         """Handle an exception that Python discards (`sys.unraisablehook`): raise the KeyboardInterrupt again."""
         if unraisable.exc_type is KeyboardInterrupt and self._end:
@@ -74,7 +84,9 @@ def may_raise(frame: FrameType | None) -> bool:
 
 @contextmanager
 def handled() -> Iterator[None]:
-    """Handle SIGINT and SIGTERM in the block, unless the parent process lets SIGINT be ignored."""
+    """Handle SIGINT and SIGTERM in the block, unless the parent process lets SIGINT be ignored. A block that ends by
+    SystemExit after a signal ends the process at once.
+    """
     before, hook = signal.getsignal(signal.SIGINT), sys.unraisablehook
     if before is not signal.default_int_handler:
         yield
@@ -85,6 +97,9 @@ def handled() -> Iterator[None]:
     sys.unraisablehook = interrupt.discarded
     try:
         yield
+    except SystemExit as end:
+        interrupt.leave(end.code if isinstance(end.code, int) else FAILED)
+        raise
     finally:
         signal.signal(signal.SIGINT, before)
         signal.signal(signal.SIGTERM, terminate)
