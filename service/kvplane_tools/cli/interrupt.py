@@ -55,8 +55,8 @@ class Interrupt:
             raise KeyboardInterrupt
 
     def leave(self, code: int) -> None:
-        """End the process if a signal has come. It skips Python's own end, which stops the threads of gRPC wherever they
-        are: a lock that one of them holds would block the finalizer of a call forever.
+        """End the process if a signal has come. It skips Python's own end, which stops the threads of gRPC anywhere: a
+        lock that one of them holds would block the finalizer of a call forever.
         """
         if self._end:
             for stream in (sys.stdout, sys.stderr):
