@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from kvplane_fleet.costs import EngineCosts
 
 UNREPORTED_S = 2.0  # a prompt counts as computed after this time, or twice the predicted time, if nothing is reported
+FEW = 64  # entries of prompts that have left, which a heap may have in any case
 TRUST_MEMORY = 0.1  # weight of a claim in the mean of those that came true
 
 
@@ -113,13 +114,14 @@ class Queue:
     """The prompts of one place that wait for their first token, in the order of their bookings. A call costs the same
     however many wait.
 
-    A prompt counts as computed although it was not reported if nothing is reported of this place, or a later prompt
-    was, and engines begin with the oldest.
+    A prompt counts as computed although it was not reported if its time, `presumed_s`, has passed, and either nothing
+    was reported of this place, or a later prompt was, and engines begin with the oldest.
     """
 
     def __init__(self) -> None:
         self._waiting = OrderedDict[str, Booking]()
         self._sum_s = 0.0  # to compute them
+        self._presumed: dict[str, Booking] = {}  # that count as computed until the first report; empty after it
         self._answered_s: float | None = None  # when the last prompt was booked whose first token was reported
         self._due: list[tuple[float, str]] = []  # a heap of the times `presumed_s`, some of which have changed since
         self._overdue: list[tuple[float, str]] = []  # a heap of times of bookings, for which this time has passed
@@ -132,11 +134,15 @@ class Queue:
 
     def remove(self, one: Booking) -> None:
         """A prompt has its first token, has ended, or is forgotten."""
+        self._presumed.pop(one.name, None)
         if self._waiting.pop(one.name, None) is not None:
             self._sum_s = self._sum_s - one.miss_s if self._waiting else 0.0
 
     def answered(self, one: Booking) -> None:
         """The first token of a prompt was reported."""
+        if self._answered_s is None:
+            self._count_again([late for late in self._presumed.values() if late.at_s >= one.at_s])
+            self._presumed.clear()
         self._answered_s = max(self._answered_s or 0.0, one.at_s)
 
     def length(self, now_s: float) -> int:
@@ -160,17 +166,31 @@ class Queue:
                 self._wait_again(one, now_s)
         while self._overdue and (self._answered_s is None or self._overdue[0][0] < self._answered_s):
             one = self._waiting.get(heapq.heappop(self._overdue)[1])
-            if one is not None and one.presumed_s <= now_s:
-                self.remove(one)
-            elif one is not None:
+            if one is not None and one.presumed_s > now_s:
                 self._wait_again(one, now_s)
+            elif one is not None:
+                self.remove(one)
+                if self._answered_s is None:
+                    self._presumed[one.name] = one
 
     def _wait_again(self, one: Booking, now_s: float) -> None:
         """Put a prompt, which may have begun since, into the heap in which it belongs."""
         if one.presumed_s > now_s:
             heapq.heappush(self._due, (one.presumed_s, one.name))
-        else:
+            return
+        heapq.heappush(self._overdue, (one.at_s, one.name))
+        if len(self._overdue) > 2 * len(self._waiting) + FEW:  # most of them have left
+            self._overdue = [(at_s, name) for at_s, name in self._overdue if name in self._waiting]
+            heapq.heapify(self._overdue)
+
+    def _count_again(self, late: list[Booking]) -> None:
+        """Let prompts wait, in their order among the others. It happens once."""
+        every = sorted([*late, *self._waiting.values()], key=lambda one: one.at_s) if late else []
+        for one in late:
             heapq.heappush(self._overdue, (one.at_s, one.name))
+            self._sum_s += one.miss_s
+        if every:
+            self._waiting = OrderedDict((one.name, one) for one in every)
 
 
 class Work:

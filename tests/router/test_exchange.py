@@ -214,6 +214,13 @@ async def test_bodies_of_all_streams_share_one_room():
     assert streamed(answers[1:]) == (BODY, True)
 
 
+async def test_a_body_that_is_larger_than_the_share_of_an_owner_is_taken_alone():
+    proxy = Proxy(max_body_bytes=1 << 20)
+    for length, is_taken in ((800_000, True), (1000, False)):
+        with called(Call(owner=Owner(name="gateway"))):
+            assert (await proxy.send(headers(), *body(b"x" * length, is_end=False)) == []) is is_taken
+
+
 async def test_the_bodies_of_one_owner_leave_half_of_the_room_to_others():
     proxy = Proxy(max_body_bytes=1 << 20)
     for name, is_taken in (("gateway", True), ("gateway", False), ("rival", True), ("", False)):
@@ -345,27 +352,43 @@ def test_the_last_number_of_a_name_is_found_outside_of_texts(text):
     assert last_number(b"cached_tokens", text) == NUMBERS[text]
 
 
-async def test_each_message_of_an_exchange_counts_what_it_costs():
-    """Otherwise an owner that sends many short ones slows others down, within any limit."""
+class Sent:
+    """A stream of these messages."""
 
-    class Sent:
-        def __init__(self, *requests):
-            self.left = [one.SerializeToString() for one in requests]
+    def __init__(self, *requests):
+        self.left = [one.SerializeToString() for one in requests]
 
-        async def read(self):
-            return self.left.pop(0) if self.left else None
+    async def read(self):
+        return self.left.pop(0) if self.left else None
 
-        async def write(self, _):
-            pass
+    async def write(self, _):
+        pass
+
+
+async def counted_of(*requests):
+    """Return what each message of an exchange counts apart from its length."""
+    counted = list[int]()
 
     class Counted(Call):
         def owe(self, num_bytes):
             counted.append(num_bytes)
             return 0
 
-    counted, requests = list[int](), [headers(), *body(BODY), response()]
     with called(Counted()):
         sent: Any = Sent(*requests)
         await Proxy().picker.Process(sent)
-    apart = [count - one.ByteSize() for count, one in zip(counted, requests, strict=True)]
-    assert apart == [picker_module.EXCHANGE_BYTES, picker_module.MESSAGE_BYTES, picker_module.MESSAGE_BYTES]
+    return [count - one.ByteSize() for count, one in zip(counted, requests, strict=True)]
+
+
+PART_OF_ANSWER = pb.ProcessRequest(response_body=pb.HttpBody(body=b"data: {}"))
+
+
+async def test_each_message_of_an_exchange_counts_what_it_costs():
+    """Otherwise an owner that sends many short ones slows others down, within any limit."""
+    apart = await counted_of(headers(), *body(BODY), response(), PART_OF_ANSWER, PART_OF_ANSWER)
+    assert apart[:3] == [picker_module.EXCHANGE_BYTES, picker_module.MESSAGE_BYTES, picker_module.MESSAGE_BYTES]
+    assert apart[3:] == [picker_module.ANSWER_BYTES] * 2
+
+
+async def test_answers_are_no_way_to_begin_an_exchange_for_little():
+    assert await counted_of(PART_OF_ANSWER) == [picker_module.EXCHANGE_BYTES]

@@ -87,6 +87,13 @@ def test_a_step_that_continues_requests_is_as_long_as_the_pool_is_large():
     assert effort(Step(1, 1, [part]), few) <= MANY < effort(Step(1, 1, [part]), many)
 
 
+@pytest.mark.parametrize("number", [1 << 63, (1 << 64) - 1])
+def test_a_step_with_a_number_that_none_has_is_estimated_too(busy, number):
+    """It is refused after the estimate."""
+    usual = effort(Step(1, 1, [Part()]), busy.world.host.replica)
+    assert effort(Step(1, number, [Part()], part=number), busy.world.host.replica) == usual
+
+
 def test_effort_of_pool_operations_follows_the_pool_size():
     spec = spec_of(60_000, max_model_len=LONG, max_in_flight_tokens=LONG)
     world = HostWorld(spec=spec)

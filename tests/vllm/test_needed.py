@@ -46,6 +46,11 @@ def test_a_version_that_is_not_supported_is_refused_by_name(version, monkeypatch
     assert raised.value.remedy == "install vLLM 0.33 (docs/vllm.md)"
 
 
+@pytest.mark.parametrize("version", ["0.33", "0.33rc1", "0.33+cpu", "0.33.1.post1", "0.32.0+cu129"])
+def test_a_build_of_a_supported_release_is_supported(version):
+    assert plugin.is_one_of(version, plugin.SUPPORTED)
+
+
 def test_the_connector_is_refused_on_a_version_that_it_was_not_tested_with(monkeypatch):
     monkeypatch.setattr(needed, "version", lambda name: "0.32.0")
     with pytest.raises(FailedPrecondition, match=r"vLLM 0\.32\.0 is not supported") as raised:

@@ -102,3 +102,12 @@ def test_another_service_takes_over(pipeline, end, tmp_path):
     assert said(found, "computed again in a new session") == found["lives"] - 1
     if end == "drain":
         assert said(found, "the service drains: ") == found["lives"] - 1
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_requests_with_adapters_and_grammars_do_not_wait_for_each_other(pipeline, mode):
+    """Also where few steps may be in flight."""
+    with processes.Service(max_steps_in_flight=2) as service:
+        found = processes.run("waiting_requests.py", service.address, "r", pipeline, mode)
+    print(pipeline, mode, found)
+    assert all(steps <= 3 and messages <= 6 for steps, messages in found.values()), found

@@ -40,7 +40,7 @@ NEEDED: dict[str, str] = {
 }
 NEEDED_REMOTE = {
     SCHEDULER: (
-        "_pause_state adaptive_long_prefill_threshold "
+        "_pause_state adaptive_long_prefill_threshold lora_config "
         "max_model_len max_num_active_reqs max_num_running_reqs "
         "max_num_scheduled_tokens num_lookahead_tokens num_sampled_tokens_per_step "
         "num_waiting_for_streaming_input policy prefix_replay_tokens scheduler_config "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from importlib.metadata import version
 
@@ -13,7 +14,8 @@ logger = logging.getLogger("vllm.kvplane")  # with the handlers of vLLM
 
 def is_one_of(installed: str, supported: Sequence[str]) -> bool:
     """Whether a version of vLLM belongs to one of these releases."""
-    return installed.startswith(tuple(f"{one}." for one in supported))
+    release = re.match(r"(\d+)\.(\d+)", installed)
+    return release is not None and ".".join(release.groups()) in supported
 
 
 def check() -> None:

@@ -44,14 +44,17 @@ struct Call<Answer (*)(Of, T...)> {
     static constexpr Py_ssize_t kCount = sizeof...(T);
 
     template <auto kFunction>
-    static PyObject* Run(Core& core, PyObject* const* given) {
-        return With<kFunction>(core, given, std::index_sequence_for<T...>());
+    static PyObject* Run(PyObject* capsule, bool of_any, PyObject* const* given) {
+        return With<kFunction>(capsule, of_any, given, std::index_sequence_for<T...>());
     }
 
   private:
     template <auto kFunction, size_t... kAt>
-    static PyObject* With(Core& core, [[maybe_unused]] PyObject* const* given, std::index_sequence<kAt...>) {
+    static PyObject* With(PyObject* capsule, bool of_any, [[maybe_unused]] PyObject* const* given,
+                          std::index_sequence<kAt...>) {
+        // To convert an argument may run Python, and so another thread, which may begin a step: the core comes after.
         std::tuple<Given<std::remove_cvref_t<T>>...> values(given[kAt]...);
+        Core& core = of_any ? AnyCoreOf(capsule) : CoreOf(capsule);
         const auto call = [&]() -> Answer {
             if constexpr (std::is_same_v<Of, Core&>) {
                 return kFunction(core, std::get<kAt>(values).value...);
@@ -76,7 +79,7 @@ class Functions {
     struct Row {
         const char* name;
         Py_ssize_t count;
-        PyObject* (*run)(Core&, PyObject* const*);
+        PyObject* (*run)(PyObject*, bool, PyObject* const*);
         bool of_any;  // also of a core whose state is half changed
     };
 
@@ -88,7 +91,7 @@ class Functions {
         Check(count >= 2);
         const auto found = by_name_.find(arguments[1]);  // Python interns the names in its code
         Check(found != by_name_.end() && count == found->second.count + 2);
-        return found->second.run(found->second.of_any ? AnyCoreOf(arguments[0]) : CoreOf(arguments[0]), arguments + 2);
+        return found->second.run(arguments[0], found->second.of_any, arguments + 2);
     }
 
   private:

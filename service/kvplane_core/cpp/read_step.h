@@ -147,8 +147,8 @@ inline void ReadParts(PyObject* list, std::vector<Part>* parts) {
 }
 
 inline void ReadStep(PyObject* object, Step* step) {
-    step->seq = Number(ATTRIBUTE(object, "seq").get());
-    step->part = Number(ATTRIBUTE(object, "part").get());
+    step->seq = NumberOfStep(ATTRIBUTE(object, "seq").get());
+    step->part = NumberOfStep(ATTRIBUTE(object, "part").get());
     step->executed_through = NumberOfStep(ATTRIBUTE(object, "executed_through").get());
     step->last = IsTrue(ATTRIBUTE(object, "last").get());
     ReadParts(ATTRIBUTE(object, "parts").get(), &step->parts);

@@ -37,8 +37,10 @@ HEADER = "x-gateway-destination-endpoint"
 SPACE, SUBSET_SPACE = "envoy.lb", "envoy.lb.subset_hint"
 SUBSET, SERVED = f"{HEADER}-subset", f"{HEADER}-served"
 ATTRIBUTES, UPSTREAM = "envoy.filters.http.ext_proc", "upstream.address"
-# What an exchange counts, and each message after its first, apart from their length: 1 ms and 0.09 ms (see prices).
-EXCHANGE_BYTES, MESSAGE_BYTES = 2 * CALL_BYTES, 3 << 10
+# What an exchange counts, and each message after its first, apart from their length: 1 ms and 0.09 ms (see prices). A
+# part of an answer counts little: to delay it would slow the tokens of an end user, for whose request the exchange has
+# paid.
+EXCHANGE_BYTES, MESSAGE_BYTES, ANSWER_BYTES = 2 * CALL_BYTES, 3 << 10, 256
 MAX_BODY_BYTES = 32 << 20
 BODY_S = 60.0  # for a request's body to arrive, at most
 FIRST_S = 10.0  # after its first bytes, and a second more for each BYTES_PER_S that have arrived
@@ -88,9 +90,11 @@ class EndpointPicker:
         exchange, price = Exchange(self), EXCHANGE_BYTES
         try:
             while (raw := await self._next(context, exchange)) is not None:
-                await pay(price + len(raw))
+                request = parse(pb.ProcessRequest, raw)
+                is_answer = price < EXCHANGE_BYTES and request.WhichOneof("request") == "response_body"
+                await pay((ANSWER_BYTES if is_answer else price) + len(raw))
                 price = MESSAGE_BYTES
-                for answer in await exchange.take(parse(pb.ProcessRequest, raw)):
+                for answer in await exchange.take(request):
                     await context.write(answer.SerializeToString())
         except TimeoutError:
             await context.write(_immediate(Refused(408, "the body arrived too slowly")).SerializeToString())
@@ -150,7 +154,7 @@ class EndpointPicker:
 
 
 class Room:
-    """The memory for bodies of requests that have no engine yet. One owner takes half of it at most."""
+    """The memory for bodies of requests that have no engine yet. One owner takes half of it at most, or one body."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes, self.taken_bytes = most_bytes, 0
@@ -163,7 +167,8 @@ class Room:
             most -= self.most_bytes // SMALL_SHARE
         if self.taken_bytes + num_bytes > most:
             raise Refused(429, f"bodies of requests take {self.taken_bytes} bytes of the router, of {self.most_bytes}")
-        if owner and self._of_owner[owner] + num_bytes > (share := self.most_bytes // OWNERS_SHARE):
+        share = max(self.most_bytes // OWNERS_SHARE, length)  # a body that is larger is taken alone
+        if owner and self._of_owner[owner] + num_bytes > share:
             raise Refused(429, f"bodies of requests of {owner} take {self._of_owner[owner]} bytes, of {share}")
         self.taken_bytes += num_bytes
         self._of_owner[owner] += num_bytes

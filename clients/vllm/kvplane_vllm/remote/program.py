@@ -204,8 +204,8 @@ class Planner:
         return chosen
 
     def _candidates(self, first: Request | None) -> list[Request]:
-        """Return the waiting requests that vLLM will surely try to admit, in its order: `first`, and others. For those
-        that wait for an adapter or a grammar it asks by itself.
+        """Return the waiting requests that vLLM will try to admit, in its order: `first`, and others that it does not
+        pass over. An adapter that does not run takes one of the places that are left for adapters.
         """
         scheduler = self._scheduler
         places = scheduler.max_num_active_reqs - len(scheduler.running) - scheduler.num_waiting_for_streaming_input
@@ -214,13 +214,24 @@ class Planner:
         chosen, room = list[Request](), BUDGETS_ASKED * scheduler.max_num_scheduled_tokens
         users = scheduler.running if first is None else [*scheduler.running, first]
         loras = {one.lora_request.lora_int_id for one in users if one.lora_request}
+        most_loras = scheduler.lora_config.max_loras if scheduler.lora_config else 0
         for request in islice(scheduler.waiting, MOST_ADMISSIONS):
             if len(chosen) == places or (room <= 0 and len(chosen) >= FEW_ADMISSIONS):
                 break
-            is_blocked = request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-            is_blocked |= bool(request.num_stale_output_tokens and not request.drop_stale_output)
-            is_blocked |= bool(request.lora_request and request.lora_request.lora_int_id not in loras)
-            if not is_blocked or request is first:
+            lora = request.lora_request.lora_int_id if request.lora_request else 0
+            has_place = not lora or lora in loras or len(loras) < most_loras
+            if request is first or (has_place and not _is_blocked(request)):
+                loras |= {lora} if lora else set()
                 chosen.append(request)
                 room -= request.num_tokens
         return chosen
+
+
+def _is_blocked(request: Request) -> bool:
+    """Whether vLLM passes this waiting request over, whatever runs."""
+    if request.num_stale_output_tokens and not request.drop_stale_output:
+        return True
+    if request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+        asked = request.structured_output_request
+        return not asked or asked.grammar is None or isinstance(asked.grammar, Exception)
+    return request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
