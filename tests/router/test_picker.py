@@ -106,8 +106,13 @@ def tokens(seed, blocks):
 
 
 def known(prompt_blocks):
-    """That some place has this many more entries than before is awaited by the number of batches."""
-    return lambda places: sum(place.entries for place in places.values()) >= prompt_blocks
+    """That the places have this number of entries, and no prompt in flight: the next one would avoid its place."""
+
+    def holds(places):
+        has_entries = sum(place.entries for place in places.values()) >= prompt_blocks
+        return has_entries and not any(place.in_flight for place in places.values())
+
+    return holds
 
 
 def entries(gateway):
