@@ -18,6 +18,11 @@ def test_nightly_tests_exist(name):
     assert not function or re.search(rf"^(async )?def {function}\(", path.read_text(), re.MULTILINE)
 
 
+@pytest.mark.parametrize("name", targets.LONGEST)
+def test_files_that_a_run_begins_with_exist(name):
+    assert (targets.ROOT / name).exists()
+
+
 @pytest.mark.parametrize("target", targets.GUARDED.values(), ids=targets.GUARDED)
 def test_sources_of_a_target_exist(target):
     missing = [name for name in (*target.tests, *target.sources) if not (targets.ROOT / name).exists()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from kvplane.base.units import parse_bytes
 from kvplane_plan.models.catalogue import MODELS
 from kvplane_plan.models.hf_config import model_of
 from kvplane_plan.models.shapes import ModelOptions
-from kvplane_plan.models.sizing import Figures, Sizing, figures_of, shortest_with_gain
+from kvplane_plan.models.sizing import Figures, Sizing, figures_of
 from tests.plan.test_models import GOLDEN_ROWS
 
 GIB = 1 << 30
@@ -93,12 +94,15 @@ def test_sizing_decode_and_prefill_are_both_given():
 def test_sizing_gain_of_gpt_oss_120b_at_128k_is_the_published_one():
     """llm-d publishes 1.77 for prompts of 128K."""
     sizing = Sizing(MODELS["gpt-oss-120b"], ModelOptions(), 40 * GIB, max_concurrent_batches=2)
-    length = shortest_with_gain(sizing, 1.77, 1 << 17)
+    lengths = range(16, (1 << 17) + 1, 16)
+
+    def gain(length):
+        return figures_of(sizing.at(length)).gain or 0
+
+    length = lengths[bisect_left(lengths, 1.77, key=gain)]
     assert length == 127_184
-    before, there, at_128k = (figures_of(sizing.at(each)).gain or 0 for each in (length - 16, length, 1 << 17))
-    assert before < 1.77 <= there
-    assert round(at_128k, 3) == 1.776
-    assert shortest_with_gain(sizing, 2.0, 1 << 17) is None
+    assert gain(length - 16) < 1.77 <= gain(length)
+    assert round(gain(lengths[-1]), 3) == 1.776
 
 
 def test_memory_sizes_are_parsed_with_units():

@@ -15,6 +15,7 @@ from kvplane.base.step import Part, Step, StepResult
 from kvplane_core.face.inspect import check
 from kvplane_core.face.state import digest
 from kvplane_service.config import Config
+from kvplane_service.explain.history import History, HistoryReader
 from kvplane_service.replicas.host import ReplicaHost, new_replica
 from kvplane_service.replicas.step_order import UnaryStep
 
@@ -33,6 +34,14 @@ def spec_of(num_blocks: int = 21, **fields) -> ReplicaSpec:
         **fields,
     }
     return ReplicaSpec(groups=(FULL,), num_blocks=num_blocks, **rest)
+
+
+def history_of(host: ReplicaHost) -> History:
+    """Return the history of all entries of a replica's log."""
+    reader = HistoryReader(host.scheme.digest.size)
+    for number, entry in enumerate(list(host.decisions)):
+        reader.add(number, entry)
+    return reader.history
 
 
 class HostWorld:

@@ -10,12 +10,13 @@ import pytest
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.step import NO_EXTRA_KEYS, Cache, EventKind, Part, RowFlag
 from kvplane_core.face import setup
-from kvplane_service.explain.history import Change, KeyName, read_history
+from kvplane_service.explain.history import Change, KeyName
 from kvplane_service.explain.service import explain_block
 from kvplane_service.replicas.host import ReplicaHost
 from kvplane_service.rpc.encode import encode_changes
 from kvplane_service.runtime.executors import Executor
 from kvplane_service.runtime.slices import Turns
+from tests.service.hosts import history_of
 from tests.service.test_explain import Desk
 from tests.service.tiered import FILLS, Served
 
@@ -50,7 +51,7 @@ def test_history_of_a_key_that_came_back_from_a_tier(monkeypatch):
     for number in range(2 * FILLS):
         for back in (0, 5, 8):
             served.serve((number - back) % FILLS, RowFlag.LOAD)
-    history = read_history(served.host.decisions, served.host.scheme.digest.size)
+    history = history_of(served.host)
     changes = [change for one in history.changes.values() for change in one]
     loaded = [change for change in changes if change.tier >= 0]
     assert len(loaded) > 10

@@ -32,7 +32,7 @@ from kvplane_service.config import Config
 from kvplane_service.decisions.log import Decision
 from kvplane_service.decisions.recording import MAGIC, Frames, header_of, message_of, result_digest, write_frame
 from kvplane_service.decisions.text import operation_lines
-from kvplane_service.explain.history import NOW, read_history
+from kvplane_service.explain.history import NOW
 from kvplane_service.registry import Registration, Registry
 from kvplane_service.replicas.host import ReplicaHost
 from kvplane_tools.replay.engine import Engine
@@ -45,7 +45,7 @@ from kvplane_tools.replay.workloads import ChatShape, chat_workload
 from tests.core.builders import full, replica_spec
 from tests.core.image import image_of
 from tests.core.specification import specification_of
-from tests.service.hosts import HostWorld
+from tests.service.hosts import HostWorld, history_of
 from tests.service.inprocess import InProcessTransport
 from tests.service.replaying import BUDGET, COST, SPECS
 
@@ -205,7 +205,7 @@ def test_resumed_requests_are_replayed_and_readmitted_in_another_pool(tmp_path):
     assert again.identical == again.decisions == 5
     assert again.counts["admitted"] == 1
     assert larger.counts["admitted"] == 2  # it was announced twice
-    history = read_history(list(world.host.decisions), world.host.scheme.digest.size)
+    history = history_of(world.host)
     assert [(one.name, one.computed_at(NOW)) for one in history.admitted(NOW)] == [("a", 9), ("a", 9)]
     (resumed,) = [entry for entry in world.host.decisions if isinstance(entry, Decision) and entry.step.parts[0].resume]
     assert "resumed slot 0: 9 tokens computed" in list(operation_lines(resumed.step, resumed.result))

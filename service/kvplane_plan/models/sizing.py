@@ -5,7 +5,7 @@ state layers free what they no longer need) with a uniform one (every layer keep
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -231,30 +231,6 @@ def _where_possible(sizings: Iterable[tuple[Label, Sizing]]) -> list[tuple[Label
         with suppress(InvalidArgument):
             rows.append((label, figures_of(sizing)))
     return rows
-
-
-def shortest_with_gain(sizing: Sizing, gain: float, longest: int) -> int | None:
-    """Return the shortest context length up to `longest`, in steps of 16 tokens, at which the hybrid cache fits at
-    least `gain` times as many requests as the uniform one; None if there is none.
-
-    Raises InvalidArgument if a request of `longest` tokens does not fit.
-    """
-    return _first(16, longest, 16, lambda length: (figures_of(sizing.at(length)).gain or 0.0) >= gain)
-
-
-def _first(low: int, high: int, step: int, holds: Callable[[int], bool]) -> int | None:
-    """Return the smallest multiple of `step` from `low` to `high` at which `holds` is true, None if there is none.
-    `holds` must stay true above that value (bisection).
-    """
-    if not holds(high):
-        return None
-    while low < high:
-        middle = (low + high) // 2 // step * step
-        if holds(max(middle, low)):
-            high = max(middle, low)
-        else:
-            low = middle + step
-    return low
 
 
 def _stages(layers: Sequence[Layer], num_layers: int, num_stages: int) -> list[tuple[Layer, ...]]:

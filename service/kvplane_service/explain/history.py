@@ -216,14 +216,6 @@ class History:
         return (request for request in self.requests if request.admitted_at < at)
 
 
-def read_history(entries: Iterable[Entry], digest_size: int, first: int = 0) -> History:
-    """Return the history of a log's entries, which are given oldest first; `first` is the number of the first entry."""
-    reader = HistoryReader(digest_size)
-    for number, entry in enumerate(entries, first):
-        reader.add(number, entry)
-    return reader.history
-
-
 class HistoryReader:
     """Builds a History entry by entry. It follows which request uses which slot (the number of a request in steps).
 

@@ -1,7 +1,6 @@
-"""Conversion of layers to and from JSON values, for files and the command line.
+"""Conversion of layer formats to and from JSON values, for files and messages.
 
-    {"name": "model.layers.0", "spec": {"type": "sliding_window", "block_size": 16, "window": 128, ...}}
-    {"name": "model.layers.9", "shares_with": "model.layers.0"}
+    {"type": "sliding_window", "block_size": 16, "window": 128, ...}
 
 A field with its default value is left out. A field that the layer type does not have is an error that names it.
 """
@@ -21,8 +20,6 @@ from kvplane.base.layers import (
     CrossAttentionSpec,
     FullAttentionSpec,
     HiddenStateSpec,
-    KVSharingLayer,
-    Layer,
     MambaSpec,
     MLASpec,
     RingSpec,
@@ -51,38 +48,6 @@ LAYER_TYPES: dict[str, type[LayerSpec]] = {
 
 _T = TypeVar("_T")
 _E = TypeVar("_E", bound=Enum)
-
-
-def layer_to_dict(layer: Layer | KVSharingLayer) -> dict[str, Any]:
-    """Return a layer as JSON values."""
-    if isinstance(layer, KVSharingLayer):
-        return {"name": layer.name, "shares_with": layer.shares_with}
-    draft = {"is_draft": True} if layer.is_draft else {}
-    return {"name": layer.name, **draft, "spec": spec_to_dict(layer.spec)}
-
-
-def layer_from_dict(data: Mapping[str, Any], path: str = "layer") -> Layer | KVSharingLayer:
-    """Return the layer that `layer_to_dict` converted to JSON values.
-
-    Args:
-        data: the JSON values.
-        path: the name of the layer in errors.
-
-    Raises:
-        InvalidArgument: a value is invalid; the error's field is `path` and the name of the field.
-    """
-    unknown = data.keys() - {"name", "shares_with", "spec", "is_draft"}
-    if unknown or ("spec" in data) == ("shares_with" in data):
-        refuse(
-            f"a layer has a name and either a spec or shares_with, but this one has {sorted(data)}",
-            path,
-            "use the fields name, spec, shares_with and is_draft",
-        )
-    name = _exactly(str, data.get("name"), f"{path}.name")
-    if "shares_with" in data:
-        return KVSharingLayer(name, _exactly(str, data["shares_with"], f"{path}.shares_with"))
-    is_draft = _exactly(bool, data.get("is_draft", False), f"{path}.is_draft")
-    return Layer(name, spec_from_dict(_exactly(dict, data["spec"], f"{path}.spec"), f"{path}.spec"), is_draft)
 
 
 def spec_to_dict(spec: LayerSpec) -> dict[str, Any]:

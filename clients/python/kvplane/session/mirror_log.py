@@ -119,11 +119,6 @@ class MirrorLog:
         """Return the number of iterations that the service has not applied."""
         return len(self._kept)
 
-    @property
-    def first_waiting_ns(self) -> int | None:
-        """When the engine applied the oldest iteration that the service has not applied; None if there is none."""
-        return self._kept[0].at_ns if self._kept else None
-
     # -- the engine --------------------------------------------------------------------------------------------------
 
     def add(self, iteration: Iteration) -> None:

@@ -116,8 +116,10 @@ def _lines(answer: ExplainResponse) -> Iterator[str]:
         rows.append((str(group.group), kind, str(group.hit_tokens), mark))
     yield columns(rows)
     yield f"cause: {sentence(answer)}"
-    if answer.admit_needed:
-        needed = counted(answer.admit_needed, "block") if answer.admit_needed < UNLIMITED else "whole superblocks"
+    if answer.admit_needed == UNLIMITED:
+        yield "the admission was refused: it needed superblocks that are wholly free"
+    elif answer.admit_needed:
+        needed = counted(answer.admit_needed, "block")
         yield f"the admission was refused: it needed {needed}, {answer.admit_free} were free"
     if not answer.log_is_complete:
         yield "the decision log does not reach back to the registration of the replica"
