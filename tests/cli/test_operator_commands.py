@@ -195,6 +195,18 @@ def test_explain_command_says_what_a_refused_request_needs(kvplane):
     assert text.splitlines()[-1] == "the admission was refused: it needed 26 blocks, 14 were free"
 
 
+def test_explain_command_says_what_a_refused_running_request_needs(kvplane):
+    with running(Config(listen="127.0.0.1:0")) as service, connect(service.address) as client:
+        service.register()
+        with client.session("r") as session:
+            news = NewsRow(0, tokens=[7] * 200, request_id="one"), NewsRow(1, tokens=[8] * 40, request_id="two")
+            session.apply(part_of(*news, AdmitRow(0), AdmitRow(1)))
+            session.apply(part_of(FactRow(1, tokens=[8] * 100), RunRow(1)))
+            _, text, _ = kvplane("explain", "r", "--request", "two", "--service", service.address)
+    last = "step 2 gave it no tokens: it needed 12 blocks more, 14 were free after it was preempted"
+    assert text.splitlines()[-1] == last
+
+
 def test_explain_command_shows_the_history_of_a_block(ask):
     heading, *changes = ask("explain", "r", "--block", "1").splitlines()
     assert heading.split() == ["AGE", "STEP", "EPOCH", "BLOCK", "GROUP", "KEY", "CHANGE"]

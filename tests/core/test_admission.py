@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvplane.base.step import Budget, End, OnRefusal, Part, RowFlag, Step, StepResult, Watermark
+from kvplane.base.step import Budget, End, Facts, OnRefusal, Part, RowFlag, Step, StepResult, Watermark
 from kvplane_service.decisions.text import operation_lines
 from tests.core.builders import (
     GRANTED,
@@ -23,6 +23,7 @@ from tests.core.builders import (
     full,
     run_rows,
     state,
+    tokens,
     window,
 )
 
@@ -298,6 +299,48 @@ def test_a_refused_row_says_how_many_blocks_had_to_be_free(kind):
         assert result.admit_needed[0] > (num_blocks - 1 if result.admit_status == [NEVER_FITS] else free)
     assert not result.admit_needed
     assert refused[-1] == (REFUSED, free)
+
+
+GROWS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "full": ((full(),), {}),
+    "reserved": ((full(),), {"reserved": 3}),
+    "whole sequence": ((full(),), {"cap": 4, "flags": FULL_FIT}),
+    "lookahead": ((full(),), {"lookahead": 5}),
+    "window": ((window(6),), {"cap": 8}),
+    "full and states": ((full(), state(8)), {}),
+    "every victim": ((full(),), {"on_refusal": OnRefusal.PREEMPT, "victims": [0]}),
+}
+
+
+@pytest.mark.parametrize("kind", GROWS)
+def test_a_refused_running_row_says_how_many_blocks_had_to_be_free(kind):
+    """In a pool with that number of free blocks it is granted."""
+    groups, columns = GROWS[kind]
+    refused = []
+    for num_blocks in range(4, 100):
+        engine = Engine(*groups, num_blocks=num_blocks)
+        if not all(engine.admit(slot, letter * 8).status is GRANTED for slot, letter in enumerate("ab")):
+            continue
+        facts = Facts([1], appended=[30], tokens=tokens("c" * 30))
+        free = engine.num_free if "victims" not in columns else engine.num_free + len(engine.table(0))
+        result = engine.step(Part(facts=facts, run=run_rows(1, **columns)))[0]
+        if result.granted != [0]:
+            break
+        refused.append(result.run_needed[0])
+        assert result.run_needed[0] > result.free_blocks
+    assert not result.run_needed
+    assert refused[-1] == free
+
+
+def test_run_rows_that_are_not_refused_need_nothing():
+    engine = waiting("a" * 8, "b" * 8, "c" * 8)
+    section(engine, 0, 1, 2)
+    facts = Facts([0, 1, 2], appended=[4, 12, 1], tokens=tokens("a" * 4 + "b" * 12 + "c"))
+    part = Part(facts=facts, run=run_rows(0, 1, 2, on_refusal=OnRefusal.SKIP))
+    result = engine.step(part)[0]
+    assert (list(result.granted), list(result.run_needed)) == ([4, 0, 1], [0, 3, 0])
+    lines = list(operation_lines(Step(1, 1, [part]), StepResult(1, 0, [result], 0)))
+    assert "run slot 1: 0 tokens, needs 3 blocks" in lines
 
 
 def test_rows_that_are_not_refused_need_nothing():

@@ -226,6 +226,8 @@ def test_a_running_row_leaves_reserved_blocks_free(step):
     step.update(Update(0, appended=1))
     assert step.extend(0, 1, reserved=free) is None
     assert step.extend(0, 1, reserved=free - 1) == [[4]]
+    refused, granted = step.close().parts
+    assert (refused.run_needed, granted.run_needed) == ([free + 1], [])
 
 
 def test_a_running_row_can_require_that_its_whole_sequence_fits(step):

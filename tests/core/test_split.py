@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import AlignSpec, CommitRule, EvictionPolicy, ReplicaSpec, TierKind, TierSpec
-from kvplane.base.step import Cache, News, Part, RemoveReason, Resume, Step
+from kvplane.base.step import UNLIMITED, Cache, News, Part, RemoveReason, Resume, Step
 from kvplane_core.face import inspect
 from kvplane_core.face.entries import Entries, KeyRun
 from kvplane_core.face.interface import Hit
@@ -26,7 +26,9 @@ from kvplane_core.spec.split import SCARCE, SplitPool
 from tests.core.builders import (
     GRANTED,
     NEVER_FITS,
+    REFUSED,
     Engine,
+    admit_row,
     chunked,
     fake_digest,
     full,
@@ -454,3 +456,16 @@ def test_settings_that_split_pages_do_not_allow_are_refused_by_name(changes, fie
     with pytest.raises(InvalidArgument) as refused:
         new_replica(replace(split_spec(), **changes))
     assert refused.value.field == field
+
+
+def test_a_state_without_a_whole_superblock_needs_more_than_any_number_of_blocks():
+    pool: dict[str, Any] = {"num_blocks": 24, "blocks_per_state": SIZE, "hash_block_size": 2, "partial_hits": True}
+    engine = Engine(state(8), full(2), **pool, align=AlignSpec(8, 4096, stop_at_tail=True))
+    while (refused := engine.admit(engine.seq, "abcdef"[engine.seq] * 6)).status is GRANTED:
+        assert not engine.last[0].admit_needed
+    assert refused.status is REFUSED
+    assert engine.num_free
+    assert engine.last[0].admit_needed == [UNLIMITED]
+    waiting = engine.seq - 1
+    engine.end(0)
+    assert engine.step(Part(admit=admit_row(waiting)))[0].admit_status == [GRANTED]

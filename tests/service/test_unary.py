@@ -146,6 +146,16 @@ class TestAllocating:
         world.apply(FreeCall("a"))
         assert world.allocate("b", list(range(1000, 1048))).status is AllocationStatus.GRANTED
 
+    def test_a_refused_running_request_says_what_it_needs(self, world):
+        world.allocate("a", list(range(16 * 10)))
+        world.allocate("b", list(range(1000, 1000 + 16 * 6)))
+        free = world.host.replica.free_blocks
+        refused = world.decode("b", list(range(16 * free + 1)))
+        assert (refused.status, refused.needed) == (AllocationStatus.REFUSED, free + 1)
+        world.apply(FreeCall("a"))
+        granted = world.allocate("b")
+        assert (granted.status, granted.needed) == (AllocationStatus.GRANTED, 0)
+
     def test_a_request_larger_than_the_pool_never_fits(self, world):
         assert world.allocate("a", list(range(16 * 21))).status is AllocationStatus.NEVER_FITS
 

@@ -131,27 +131,29 @@ class Coordinator {
         requests.InvalidateFastPath(slot);
     }
 
-    // Returns false, and allocates nothing, if too few blocks are free.
-    bool Extend(Int slot, const Growth& growth, Rows* fresh) {
+    // Returns 0; or, if too few blocks are free, how many had to be, and allocates nothing.
+    Int Extend(Int slot, const Growth& growth, Rows* fresh) {
         Empty(fresh);
         const Int computed = requests.computed[slot];
-        if (growth.full_fit && BlocksOfAll(slot, computed, computed, nullptr, 0) > pool.num_free()) return false;
+        if (const Int wanted = growth.full_fit ? BlocksOfAll(slot, computed, computed, nullptr, 0) : 0;
+            wanted > pool.num_free())
+            return wanted;
         const Int num_main = computed + growth.num_new,
                   num_slots = std::min(num_main + growth.lookahead, spec.max_model_len);
         const Int processed = std::max<Int>(0, computed - growth.in_flight);
         const bool slides = processed >= requests.window_bound[slot] || growth.leave_free > 0;
         bool grows = slides || num_slots > requests.alloc_bound[slot];
         if (grows) {
-            bool done = false;
+            Int refused = 0;
             if (only_tables_grow_ && requests.alloc_bound[slot] && !slides && !growth.delay_caching) {
-                done = AppendBlocks(slot, num_slots, num_main, fresh);
+                refused = AppendBlocks(slot, num_slots, num_main, fresh);
                 grows = false;
             } else {
-                done = GrowTables(slot, num_slots, num_main, processed, growth.leave_free, fresh);
+                refused = GrowTables(slot, num_slots, num_main, processed, growth.leave_free, fresh);
             }
-            if (!done) {
+            if (refused) {
                 requests.InvalidateFastPath(slot);
-                return false;
+                return refused;
             }
         }
         requests.ends_at[slot] = num_main;
@@ -163,7 +165,7 @@ class Coordinator {
         } else if (registers) {
             FindNextKey(slot, num_main);
         }
-        return true;
+        return 0;
     }
 
     // Fetches what `Extend` will read, see `GroupManager::Fetch`.
@@ -346,10 +348,10 @@ class Coordinator {
         return std::min(admission.hit->num_tokens + admission.num_external, spec.max_model_len);
     }
 
-    bool AppendBlocks(Int slot, Int num_slots, Int num_main, Rows* fresh) {
+    Int AppendBlocks(Int slot, Int num_slots, Int num_main, Rows* fresh) {
         Int sum = 0;
         for (const auto& one : managers) sum += one->BlocksToExtend(slot, num_slots, num_main);
-        if (sum > pool.num_free()) return false;
+        if (sum > pool.num_free()) return sum;
         Empty(fresh);
         Int bound = kForever;
         for (size_t number = 0; number < managers.size(); ++number) {
@@ -360,20 +362,20 @@ class Coordinator {
         requests.alloc_bound[slot] = bound;
         requests.fast_path_until[slot] =
             std::min({bound, requests.window_bound[slot], requests.register_bound[slot] - 1});
-        return true;
+        return 0;
     }
 
-    bool GrowTables(Int slot, Int num_slots, Int num_main, Int processed, Int leave_free, Rows* fresh) {
+    Int GrowTables(Int slot, Int num_slots, Int num_main, Int processed, Int leave_free, Rows* fresh) {
         Counted counted;
         for (const auto& one : managers) {
             one->ReleaseSkipped(slot, processed);
             counted.Add(*one, one->BlocksToExtend(slot, num_slots, num_main));
         }
-        if (Demand(counted, nullptr) + leave_free > pool.num_free()) return false;
+        if (const Int wanted = Demand(counted, nullptr) + leave_free; wanted > pool.num_free()) return wanted;
         Empty(fresh);
         for (size_t number = 0; number < managers.size(); ++number)
             managers[number]->Allocate(slot, num_slots, num_main, 0, &(*fresh)[number]);
-        return true;
+        return 0;
     }
 
     Int BlocksOfAll(Int slot, Int total, Int local, const Hit* hit, Int num_encoder) const {

@@ -272,6 +272,7 @@ class OpenStep {
 
     void LeaveSection() {
         if (section_ != kRunSection || run_slots_.empty()) return;
+        if (!result_.run_needed.empty()) result_.run_needed.resize(result_.granted.size(), 0);
         const bool drafts = std::any_of(run_extra_.begin(), run_extra_.end(), [](Int extra) { return extra != 0; });
         for (size_t row = 0; blocks_.has_states && drafts && row < run_slots_.size(); ++row) {
             const Int slot = run_slots_[row];
@@ -285,7 +286,9 @@ class OpenStep {
         run_slots_.push_back(slot);
         run_extra_.push_back(extra);
         if (!is_quiet) {
-            if (!blocks_.Extend(slot, growth, &fresh)) {
+            if (const Int wanted_free = blocks_.Extend(slot, growth, &fresh)) {
+                result_.run_needed.resize(result_.granted.size(), 0);
+                result_.run_needed.push_back(std::min(wanted_free, kUnlimited));
                 result_.granted.push_back(0);
                 return Granted::kRefused;
             }

@@ -115,7 +115,7 @@ inline constexpr std::array<Scalar<PartResult>, 4> kPartResultScalars = {{
     PACK_SCALAR(PartResult, taken_back),
     PACK_SCALAR(PartResult, went_back),
 }};
-inline constexpr std::array<PackedField<PartResult>, 68> kPartResultFields = {{
+inline constexpr std::array<PackedField<PartResult>, 69> kPartResultFields = {{
     PACK_FIELD(PartResult, granted),
     PACK_FIELD(PartResult, preempted),
     PACK_FIELD(PartResult, admit_status),
@@ -181,6 +181,7 @@ inline constexpr std::array<PackedField<PartResult>, 68> kPartResultFields = {{
     PACK_TIERS(retained.outcome),
     PACK_TIERS(retained.next_end_ns),
     PACK_FIELD(PartResult, admit_needed),
+    PACK_FIELD(PartResult, run_needed),
     PACK_FIELD(PartResult, last_hash),
     PACK_FIELD(PartResult, hashed_facts),
     PACK_FIELD(PartResult, hashed_news),

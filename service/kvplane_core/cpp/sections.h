@@ -431,6 +431,7 @@ struct PartResultFields {
     Column admit_job;  // u64, default 0
     Column admit_tier_tokens;  // u32, default 0
     Column admit_needed;  // u32, default 0
+    Column run_needed;  // u32, any number
 };
 inline constexpr SectionColumn<PartResultFields> kPartResultColumns[] = {
     {"granted", &PartResultFields::granted, 1, kU32, false, {}},
@@ -446,6 +447,7 @@ inline constexpr SectionColumn<PartResultFields> kPartResultColumns[] = {
     {"admit_job", &PartResultFields::admit_job, 21, kU64, true, 0},
     {"admit_tier_tokens", &PartResultFields::admit_tier_tokens, 20, kU32, true, 0},
     {"admit_needed", &PartResultFields::admit_needed, 25, kU32, true, 0},
+    {"run_needed", &PartResultFields::run_needed, 26, kU32, false, {}},
 };
 constexpr const auto& ColumnsOf(const PartResultFields&) { return kPartResultColumns; }
 

@@ -227,16 +227,20 @@ class StepApplier {
                             Entry(rows.reserved, row, 0),
                             (flags & kFullFit) != 0};
         while (true) {
-            if (blocks_.Extend(slot, growth, &fresh_)) {
+            const Int wanted_free = blocks_.Extend(slot, growth, &fresh_);
+            if (!wanted_free) {
                 tracker_.NoteKeys(slot, seq_);
                 ReportNewBlocks(static_cast<Int>(row), fresh_);
                 return true;
             }
-            if (rows.on_refusal != kPreempt) return false;
             Int victim = 0;
-            if (!NextVictim(&victim)) return false;
-            Preempt(victim, row);
-            if (!requests_.running[slot]) return false;
+            const bool preempts = rows.on_refusal == kPreempt && NextVictim(&victim);
+            if (preempts) Preempt(victim, row);
+            if (!preempts || !requests_.running[slot]) {
+                result_.run_needed.resize(rows.slot.size(), 0);
+                result_.run_needed[row] = std::min(wanted_free, kUnlimited);
+                return false;
+            }
         }
     }
 

@@ -66,6 +66,7 @@ inline void Write(const Retained& retained, Backward* into) {
 }
 
 inline void Write(const PartResult& part, Backward* into, bool with_events) {
+    into->Packed<uint32_t>(26, part.run_needed);
     into->Packed<uint32_t>(25, part.admit_needed);
     if (part.tiers != nullptr) WriteMessage(part.tiers->retained, into, 24);
     if (part.tiers != nullptr) WriteMessage(part.tiers->prefetched, into, 23);

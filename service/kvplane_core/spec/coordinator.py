@@ -196,24 +196,24 @@ class Coordinator:
             self.register(slot, min(num_main, self.requests.num_tokens[slot]))
         return new
 
-    def extend(self, slot: int, growth: Growth) -> Sequence[list[int]] | None:
+    def extend(self, slot: int, growth: Growth) -> Sequence[list[int]] | int:
         """Allocate blocks for more tokens of a running request; returns the new blocks per group.
 
-        Returns None, and allocates nothing, if too few blocks are free. Blocks that left the attention window are
-        released in both cases, as in vLLM: the request never reads these blocks again.
+        If too few blocks are free, allocates nothing, and returns how many had to be. Blocks that left the attention
+        window are released in both cases, as in vLLM: the request never reads these blocks again.
         """
         num_new, lookahead, in_flight, delay_caching, leave_free, full_fit = growth
         requests, computed = self.requests, self.requests.computed[slot]
-        if full_fit and self._blocks_of_all(slot, computed, computed) > self.pool.num_free:
-            return None
+        if full_fit and (wanted := self._blocks_of_all(slot, computed, computed)) > self.pool.num_free:
+            return wanted
         num_main = computed + num_new
         num_slots = min(num_main + lookahead, self.spec.max_model_len)
         counts = []
         for manager in self.managers:
             manager.release_skipped(slot, max(0, computed - in_flight))
             counts.append(manager.blocks_to_extend(slot, num_slots, num_main))
-        if self.pool.demand(counts) + leave_free > self.pool.num_free:
-            return None
+        if (wanted := self.pool.demand(counts) + leave_free) > self.pool.num_free:
+            return wanted
         new = [manager.allocate(slot, num_slots, num_main, 0) for manager in self.managers]
         requests.ends_at[slot] = num_main
         if not delay_caching:

@@ -51,7 +51,7 @@ from kvplane_core.face.part_rows import (
 from kvplane_core.face.reasons import NONE, Refusal
 from kvplane_core.spec.coordinator import Growth
 from kvplane_core.spec.replica import Replica
-from kvplane_core.spec.step_applier import StepApplier
+from kvplane_core.spec.step_applier import StepApplier, note_run_needed, pad
 from kvplane_core.spec.validate import StepValidator
 
 NO_SLOT = -1
@@ -177,6 +177,7 @@ class OpenStep:
         if self._section is not RUN or not runs:
             return
         granted = self._result.granted
+        pad(self._result.run_needed, len(granted))
         if self._blocks.has_states and any(row[1] for row in runs):
             for slot, extra, *_ in runs:
                 self._requests.asked[slot] = (self.seq, self._requests.num_tokens[slot] + extra)
@@ -303,7 +304,8 @@ class OpenStep:
     def _grant(self, slot: int, growth: Growth) -> Sequence[list[int]] | None:
         """Allocate the blocks of a run row, and grant its tokens; None if too few blocks are free."""
         new, result = self._blocks.extend(slot, growth), self._result
-        if new is None:
+        if isinstance(new, int):
+            note_run_needed(result, len(result.granted), new)
             result.granted.append(0)
             return None
         self._tracker.note_keys(slot, self.seq)

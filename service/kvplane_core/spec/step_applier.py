@@ -111,6 +111,7 @@ class StepApplier:
             granted[row] = wanted
             computed[slot] += wanted
             room = self._spend(wanted)
+        pad(self._result.run_needed, len(granted))
         self._note_grants(rows.slot, granted)
         self._unnoted = []
         for row, blocks in sorted(self._new.items()):
@@ -178,17 +179,15 @@ class StepApplier:
         delays, full_fit = bool(flags & DELAY_CACHING), bool(flags & FULL_FIT)
         while True:
             new = self._blocks.extend(slot, Growth(wanted, lookahead, in_flight, delays, reserved, full_fit))
-            if new is not None:
+            if not isinstance(new, int):
                 self._tracker.note_keys(slot, self._seq)
                 self._new[row] = new
                 return True
-            if rows.on_refusal is not OnRefusal.PREEMPT:
-                return False
-            victim = next(victims, None)
-            if victim is None:
-                return False
-            self._preempt(victim, row)
-            if not self._requests.running[slot]:
+            victim = next(victims, None) if rows.on_refusal is OnRefusal.PREEMPT else None
+            if victim is not None:
+                self._preempt(victim, row)
+            if victim is None or not self._requests.running[slot]:
+                note_run_needed(self._result, row, new)
                 return False
 
     def _victims(self, rows: Run) -> Iterator[int]:
@@ -237,8 +236,7 @@ class StepApplier:
         for column in (result.admit_hit, result.admit_granted, result.admit_single_group_hit):
             column += [0] * left
         for column in self._rare_columns():
-            if column:
-                column += [0] * left
+            pad(column, len(rows.slot))
 
     def admit_row(self, row: AdmitRow) -> AdmitStatus:
         """Admit one waiting request, or refuse it; appends the answer to the result."""
@@ -249,8 +247,7 @@ class StepApplier:
         result.admit_granted.append(0)
         result.admit_single_group_hit.append(0)
         for column in self._rare_columns():
-            if column:
-                column.append(0)
+            pad(column, at + 1)
         if self._requests.running[slot] or self._requests.held[slot]:
             status = AdmitStatus.NOT_WAITING
         else:
@@ -397,6 +394,18 @@ class StepApplier:
         never_fits = alone > usable
         self._set_of_row("admit_needed", at, min(alone if never_fits else free_wanted, UNLIMITED))
         return AdmitStatus.NEVER_FITS if never_fits else AdmitStatus.REFUSED
+
+
+def note_run_needed(result: PartResult, row: int, needed: int) -> None:
+    """Report how many blocks had to be free for a run row that has too few."""
+    result.run_needed += [0] * (row - len(result.run_needed))
+    result.run_needed.append(min(needed, UNLIMITED))
+
+
+def pad(column: MutableSequence[int], rows: int) -> None:
+    """Give a column that has entries one for each row."""
+    if column:
+        column += [0] * (rows - len(column))
 
 
 def align_chunk(coordinator: Coordinator, slot: int, start: int, wanted: int, most: int = UNLIMITED) -> int:

@@ -75,10 +75,10 @@ def message_of(entry: Entry, digest_size: int) -> RecordResponse:
 
 def result_digest(result: StepResult, events: tuple[Sequence[CacheEvent], ...]) -> bytes:
     """Return a SHA-256 digest of an answer and its cache events, by which a replay is compared. Moves of keys between
-    blocks, changes of tiers and `admit_needed` are left out, because older versions did not report them.
+    blocks, changes of tiers, `admit_needed` and `run_needed` are left out, because older versions did not report them.
     """
     parts = [
-        replace(part, events=_without_moves(of_part), tier_events=(), admit_needed=[])
+        replace(part, events=_without_moves(of_part), tier_events=(), admit_needed=[], run_needed=[])
         for part, of_part in zip(result.parts, events, strict=True)
     ]
     return hashlib.sha256(wire.encode_result(result_with(result, parts)).SerializeToString()).digest()

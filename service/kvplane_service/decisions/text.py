@@ -51,7 +51,7 @@ def _part_lines(part: Part, result: PartResult) -> Iterator[str]:
         yield from (f"held slot {slot}" for slot in part.resume.held_slot)
     blocks = result.new_blocks.by_row()
     for row, (slot, granted) in enumerate(zip(part.run.slot, result.granted, strict=True)):
-        yield f"run slot {slot}: {_tokens(granted)}{_blocks(blocks, row)}"
+        yield f"run slot {slot}: {_tokens(granted)}{_needed(_at(result.run_needed, row))}{_blocks(blocks, row)}"
     for row, slot in enumerate(part.admit.slot):
         status = AdmitStatus(result.admit_status[row]).name.lower().replace("_", " ")
         amounts = f"hit {result.admit_hit[row]}, {_tokens(result.admit_granted[row])}"

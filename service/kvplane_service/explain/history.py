@@ -116,6 +116,16 @@ class PassedOver(NamedTuple):
     compute_ns: int
 
 
+class RefusedGrowth(NamedTuple):
+    """A run row that got no tokens because too few blocks were free: its step, the blocks that it needed, and those
+    that were free after its part.
+    """
+
+    seq: int
+    needed: int
+    free: int
+
+
 @dataclass(frozen=True, slots=True)
 class Attempt:
     """An attempt to admit a request, with a copy of the request at that time.
@@ -126,6 +136,7 @@ class Attempt:
         epoch, seq, at_ns: number of the engine life, step number, and time in nanoseconds of the attempt.
         passed: a longer hit of the tiers, which was not loaded; None if there was none.
         needed, free: blocks that a refused row needed, and those that were free after its part.
+        growth: the last row of the running request that was refused; None if there was none.
     """
 
     request: Known
@@ -138,6 +149,7 @@ class Attempt:
     passed: PassedOver | None = None
     needed: int = 0
     free: int = 0
+    growth: RefusedGrowth | None = None
 
 
 @dataclass(slots=True)
@@ -348,6 +360,12 @@ class HistoryReader:
                 self._move(slot, computed, at)
 
     def _run(self, piece: _Piece) -> None:
+        result = piece.result
+        for slot, needed in zip(piece.part.run.slot, result.run_needed, strict=False):  # it is empty in most parts
+            name = self._slots[slot].name if slot in self._slots else None
+            if needed and name in self.history.attempts:
+                growth = RefusedGrowth(piece.decision.step.seq, needed, result.free_blocks)
+                self.history.attempts[name] = replace(self.history.attempts[name], growth=growth)
         if self._partial.isdisjoint(piece.part.run.slot):
             return
         for slot, granted in zip(piece.part.run.slot, piece.result.granted, strict=True):

@@ -16,7 +16,7 @@ from kvplane.base.step import NO_EXTRA_KEYS, AdmitStatus, ExtraKeys
 from kvplane_core.face.hit_rules import HitRules, LookupExplanation, MissingPrefix
 from kvplane_service.decisions.log import Candidate
 from kvplane_service.explain.causes import Cause, Explainer, Question, Why, other_keys, with_hit_checked
-from kvplane_service.explain.history import Attempt, Change, History, HistoryReader, KeyName
+from kvplane_service.explain.history import Attempt, Change, History, HistoryReader, KeyName, RefusedGrowth
 from kvplane_service.replicas.host import ReplicaHost
 from kvplane_service.runtime.executors import Offload
 from kvplane_service.runtime.slices import Turns, resting
@@ -41,6 +41,7 @@ class Explanation:
         status, seq, epoch: outcome, step number and number of the engine life (the time of one epoch) of the explained
             admission attempt; not set for a prompt.
         needed, free: blocks that the attempt needed and that were free, if it was refused.
+        growth: the last run row after the attempt that was refused; None if there was none.
     """
 
     num_tokens: int
@@ -52,6 +53,7 @@ class Explanation:
     epoch: int = 0
     needed: int = 0
     free: int = 0
+    growth: RefusedGrowth | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +223,7 @@ def _explain_attempt(host: ReplicaHost, attempt: Attempt, history: History, pres
         why = explainer.passed_over(passed, min(attempt.hit, account.hit))
     else:
         why = with_hit_checked(explainer.why(question, account), account, attempt.hit)
-    blocks = attempt.needed, attempt.free
+    blocks = attempt.needed, attempt.free, attempt.growth
     return Explanation(
         request.num_tokens, account, why, is_complete, attempt.status, attempt.seq, attempt.epoch, *blocks
     )

@@ -408,5 +408,8 @@ def encode_explanation(host: ReplicaHost, found: Explanation) -> admin_pb2.Expla
         admit_epoch=found.epoch,
         admit_needed=found.needed,
         admit_free=found.free,
+        run_seq=found.growth.seq if found.growth else 0,
+        run_needed=found.growth.needed if found.growth else 0,
+        run_free=found.growth.free if found.growth else 0,
         log_is_complete=found.is_complete,
     )

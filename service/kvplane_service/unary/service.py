@@ -453,7 +453,7 @@ class UnaryCalls:
             granted=(result.granted or result.admit_granted)[0],
             single_group_hit=result.admit_single_group_hit[0] if result.admit_single_group_hit else 0,
             load_after=result.admit_load_after[0] if result.admit_load_after else 0,
-            needed=result.admit_needed[0] if result.admit_needed else 0,
+            needed=[*result.admit_needed, *result.run_needed, 0][0],
             new_blocks=self._per_group(result.new_blocks.by_row()),
             table=self._per_group(result.tables.by_row()),
             preempted=[self._book.name_of(gone) for gone in result.preempted],

@@ -722,6 +722,12 @@ class PartResult:
     state). Of a row with status NEVER_FITS: the most blocks that the request holds at one time.
     """
 
+    run_needed: MutableSequence[int] = field(default_factory=list)
+    """u32 per run row, empty = 0 for each. Of a row that gets no tokens because too few blocks are free: number of
+    blocks that had to be free when it was last tried, with those that it has to leave free; 4294967295 where no number
+    is enough.
+    """
+
 
 class AdmitRow(NamedTuple):
     """One row of `Admit`, with the default of each column that the section leaves out."""

@@ -484,7 +484,7 @@ class CacheEvent(_message.Message):
     def __init__(self, kind: _Optional[_Union[CacheEventKind, str]] = ..., group: _Optional[int] = ..., hashes: _Optional[_Iterable[bytes]] = ..., blocks: _Optional[bytes] = ..., domain: _Optional[str] = ..., parent: _Optional[bytes] = ..., block_size: _Optional[int] = ..., slot: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., block_starts: _Optional[bytes] = ..., reason: _Optional[_Union[RemoveReason, str]] = ..., tier: _Optional[_Union[_replica_pb2.TierKind, str]] = ...) -> None: ...
 
 class PartResult(_message.Message):
-    __slots__ = ("granted", "preempted", "admit_status", "admit_hit", "admit_granted", "admit_single_group_hit", "admit_load_after", "new_blocks", "tables", "peek_hit", "peek_single_group_hit", "peek_blocks", "num_hashes", "last_hash", "reset_done", "orders", "free_blocks", "events", "admit_job", "admit_tier_tokens", "declined", "prefetched", "retained", "admit_needed")
+    __slots__ = ("granted", "preempted", "admit_status", "admit_hit", "admit_granted", "admit_single_group_hit", "admit_load_after", "new_blocks", "tables", "peek_hit", "peek_single_group_hit", "peek_blocks", "num_hashes", "last_hash", "reset_done", "orders", "free_blocks", "events", "admit_job", "admit_tier_tokens", "declined", "prefetched", "retained", "admit_needed", "run_needed")
     GRANTED_FIELD_NUMBER: _ClassVar[int]
     PREEMPTED_FIELD_NUMBER: _ClassVar[int]
     ADMIT_STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -509,6 +509,7 @@ class PartResult(_message.Message):
     PREFETCHED_FIELD_NUMBER: _ClassVar[int]
     RETAINED_FIELD_NUMBER: _ClassVar[int]
     ADMIT_NEEDED_FIELD_NUMBER: _ClassVar[int]
+    RUN_NEEDED_FIELD_NUMBER: _ClassVar[int]
     granted: bytes
     preempted: bytes
     admit_status: bytes
@@ -533,7 +534,8 @@ class PartResult(_message.Message):
     prefetched: Prefetched
     retained: Retained
     admit_needed: bytes
-    def __init__(self, granted: _Optional[bytes] = ..., preempted: _Optional[bytes] = ..., admit_status: _Optional[bytes] = ..., admit_hit: _Optional[bytes] = ..., admit_granted: _Optional[bytes] = ..., admit_single_group_hit: _Optional[bytes] = ..., admit_load_after: _Optional[bytes] = ..., new_blocks: _Optional[_Union[Blocks, _Mapping]] = ..., tables: _Optional[_Union[Blocks, _Mapping]] = ..., peek_hit: _Optional[bytes] = ..., peek_single_group_hit: _Optional[bytes] = ..., peek_blocks: _Optional[_Union[Blocks, _Mapping]] = ..., num_hashes: _Optional[bytes] = ..., last_hash: _Optional[_Iterable[bytes]] = ..., reset_done: bool = ..., orders: _Optional[_Union[Orders, _Mapping]] = ..., free_blocks: _Optional[int] = ..., events: _Optional[_Iterable[_Union[CacheEvent, _Mapping]]] = ..., admit_job: _Optional[bytes] = ..., admit_tier_tokens: _Optional[bytes] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ..., prefetched: _Optional[_Union[Prefetched, _Mapping]] = ..., retained: _Optional[_Union[Retained, _Mapping]] = ..., admit_needed: _Optional[bytes] = ...) -> None: ...
+    run_needed: bytes
+    def __init__(self, granted: _Optional[bytes] = ..., preempted: _Optional[bytes] = ..., admit_status: _Optional[bytes] = ..., admit_hit: _Optional[bytes] = ..., admit_granted: _Optional[bytes] = ..., admit_single_group_hit: _Optional[bytes] = ..., admit_load_after: _Optional[bytes] = ..., new_blocks: _Optional[_Union[Blocks, _Mapping]] = ..., tables: _Optional[_Union[Blocks, _Mapping]] = ..., peek_hit: _Optional[bytes] = ..., peek_single_group_hit: _Optional[bytes] = ..., peek_blocks: _Optional[_Union[Blocks, _Mapping]] = ..., num_hashes: _Optional[bytes] = ..., last_hash: _Optional[_Iterable[bytes]] = ..., reset_done: bool = ..., orders: _Optional[_Union[Orders, _Mapping]] = ..., free_blocks: _Optional[int] = ..., events: _Optional[_Iterable[_Union[CacheEvent, _Mapping]]] = ..., admit_job: _Optional[bytes] = ..., admit_tier_tokens: _Optional[bytes] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ..., prefetched: _Optional[_Union[Prefetched, _Mapping]] = ..., retained: _Optional[_Union[Retained, _Mapping]] = ..., admit_needed: _Optional[bytes] = ..., run_needed: _Optional[bytes] = ...) -> None: ...
 
 class StepResult(_message.Message):
     __slots__ = ("seq", "part", "parts", "published_through")

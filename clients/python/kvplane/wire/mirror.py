@@ -34,8 +34,8 @@ _COLUMNS = (
 )  # fmt: skip
 _ORDERS = ("stamp_block", "stamp", "copy_src", "copy_dst", "copy_group", "zero_block", "zero_group")
 _OF_JOBS = (*LOAD_COLUMNS, *SAVE_COLUMNS, *MOVE_COLUMNS)
-# Says why a row was refused, decides nothing, and engines of version 0.1.0 do not report it.
-_NOT_COMPARED = ("admit_needed",)
+# Say why a row was refused, decide nothing, and engines of version 0.1.0 do not report them.
+_NOT_COMPARED = ("admit_needed", "run_needed")
 # What few parts have: other columns of the part, and sections with all their columns. Left out where they are empty.
 _RARE_COLUMNS = [column.name for column in PART_RESULT.columns.each if column.name not in (*_COLUMNS, *_NOT_COMPARED)]
 _RARE_SECTIONS = {

@@ -271,6 +271,7 @@ PART_RESULT = Section(
         Column("admit_job", U64),
         Column("admit_tier_tokens"),
         Column("admit_needed"),
+        Column("run_needed", by_row=False),
     ),
     others=(
         Other("last_hash", "digests", []),

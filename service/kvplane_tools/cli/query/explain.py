@@ -116,13 +116,19 @@ def _lines(answer: ExplainResponse) -> Iterator[str]:
         rows.append((str(group.group), kind, str(group.hit_tokens), mark))
     yield columns(rows)
     yield f"cause: {sentence(answer)}"
-    if answer.admit_needed == UNLIMITED:
-        yield "the admission was refused: it needed superblocks that are wholly free"
-    elif answer.admit_needed:
-        needed = counted(answer.admit_needed, "block")
-        yield f"the admission was refused: it needed {needed}, {answer.admit_free} were free"
+    if answer.admit_needed:
+        yield f"the admission was refused: it needed {_blocks(answer.admit_needed)}, {answer.admit_free} were free"
+    if answer.run_needed:
+        # Blocks that suffice are its own: only a victim's return, and the row is tried again for any other victim.
+        when = " after it was preempted" if answer.run_free >= answer.run_needed else ""
+        needed = f"it needed {_blocks(answer.run_needed)} more, {answer.run_free} were free{when}"
+        yield f"step {answer.run_seq} gave it no tokens: {needed}"
     if not answer.log_is_complete:
         yield "the decision log does not reach back to the registration of the replica"
+
+
+def _blocks(needed: int) -> str:
+    return "superblocks that are wholly free" if needed == UNLIMITED else counted(needed, "block")
 
 
 def sentence(answer: ExplainResponse) -> str:

@@ -67,6 +67,7 @@ constexpr Column kPartResult[] = {
     {"admit_tier_tokens", 20, 4, 2},
     {"admit_job", 21, 8, 2},
     {"admit_needed", 25, 4, 2},
+    {"run_needed", 26, 4, kAny},
 };
 
 constexpr size_t kNumBlocks = sizeof kBlocks / sizeof kBlocks[0];
