@@ -57,6 +57,12 @@ class Fault(NamedTuple):
 FAULTS = [
     Fault("lifetimes are counted one bit too long", "types.h", "std::bit_width(static_cast<uint64_t>(value))",
           "std::bit_width(static_cast<uint64_t>(value)) + 1"),
+    Fault("a refused running row needs a block less", "step_applier.h", "std::min(wanted_free, kUnlimited)",
+          "std::min(wanted_free - 1, kUnlimited)"),
+    Fault("a refused row of an open step needs a block less", "open_step.h", "std::min(wanted_free, kUnlimited)",
+          "std::min(wanted_free - 1, kUnlimited)"),
+    Fault("a refused waiting row needs what it holds alone", "step_applier.h", "never_fits ? alone : free_wanted",
+          "alone"),
     Fault("an index that grows loses its last key", "keys.h", "entries_[spot.at] = EntryOf(entry & mask, spot);",
           "if (entry != before.back()) entries_[spot.at] = EntryOf(entry & mask, spot);"),
     Fault("every seventh key is put into no index", "keys.h", "entries_[spot.at] = EntryOf(record, spot);",

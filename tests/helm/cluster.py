@@ -55,6 +55,7 @@ FIXED = {
     "Deployment": ("selector",),
     "DaemonSet": ("selector",),
 }
+UNITS = ["Ki", "Mi", "Gi", "Ti"]
 VERBS = ["create", "delete", "get", "list", "patch", "update", "watch"]
 WATCH_S = 0.5  # seconds between checks of a watch for the end of the server
 
@@ -125,6 +126,8 @@ class Cluster:
         with self._changed:
             before = self._objects.get(place)
             fixed = FIXED.get(given["kind"], ())
+            if given["kind"] in FIXED:
+                given["spec"] = canonical(given["spec"])
             if before and any(before["spec"].get(key) != given["spec"].get(key) for key in fixed):
                 return 422, refusal(422, "Invalid", f"{given['kind']} {place.name}: {', '.join(fixed)} may not change")
             number = next(self._numbers)
@@ -201,6 +204,25 @@ def complete(one: Object) -> None:
     elif one["kind"] == "PodDisruptionBudget":
         numbers = dict.fromkeys(("currentHealthy", "desiredHealthy", "disruptionsAllowed", "expectedPods"), 1)
         one["status"] = seen | numbers
+
+
+def canonical(given: Any) -> Any:
+    """Write sizes of storage as the API does: without a fraction, with the greatest unit, such as 1Gi for 1024Mi."""
+    if isinstance(given, list):
+        return [canonical(one) for one in given]
+    if not isinstance(given, dict):
+        return given
+    return {key: size(value) if key == "storage" else canonical(value) for key, value in given.items()}
+
+
+def size(given: str) -> str:
+    """Write a size with a binary unit in canonical form."""
+    number, unit = given[:-2], given[-2:]
+    if unit not in UNITS:
+        return given
+    num_bytes = int(float(number) * 1024 ** (UNITS.index(unit) + 1))
+    fits = [at for at in range(len(UNITS)) if num_bytes % 1024 ** (at + 1) == 0]
+    return f"{num_bytes // 1024 ** (fits[-1] + 1)}{UNITS[fits[-1]]}" if fits else str(num_bytes)
 
 
 def refusal(code: int, reason: str, message: str) -> Object:

@@ -9,8 +9,8 @@ import subprocess
 
 import pytest
 
-from tests.helm.charts import CHART, ROOT, Helm3, Helm4, values_of
-from tests.helm.cluster import cluster
+from tests.helm.charts import CHART, NAMESPACE, ROOT, Helm3, Helm4, values_of
+from tests.helm.cluster import Place, cluster
 from tests.helm.pods import machine
 from tests.helm.schemas import VERSIONS
 from tests.test_readme import curl, fenced_blocks
@@ -20,17 +20,20 @@ COMMANDS = [line for block in fenced_blocks(INSTALL, "sh") for line in block.spl
 
 
 def test_commands_of_the_document_work_in_order(tmp_path):
-    """Runs helm's commands; kubectl's create secrets, which the emulation does not need."""
+    """Runs helm's commands; kubectl's remove a StatefulSet, or create secrets, which the emulation does not need."""
     file = tmp_path / "kubeconfig"
     file.touch(0o600)
     with cluster(VERSIONS[0]) as (here, kubeconfig):
         file.write_text(kubeconfig)
+        installed = set[str]()
         for line in COMMANDS:
             program, *words = shlex.split(line)
             assert program in ("helm", "kubectl")
             if program == "helm":
                 Helm3().run(*words, "--kubeconfig", str(file))
-        installed = {one["kind"] for one in here.installed()}
+            elif words[:2] == ["delete", "statefulset"]:
+                assert here.remove(Place("apps/v1", "statefulsets", NAMESPACE, words[2]))[0] == 200
+            installed |= {one["kind"] for one in here.installed()}
     assert {"StatefulSet", "Certificate"} <= installed
 
 

@@ -444,12 +444,15 @@ def test_notes_warn_of_what_is_open():
 
 
 def test_a_changed_configuration_changes_the_pods():
-    def checksum(values):
-        template = the(Helm4().objects(values), "StatefulSet")["spec"]["template"]
-        return template["metadata"]["annotations"]["checksum/config"]
+    def name_of(values):
+        objects = Helm4().objects(values)
+        volumes = the(objects, "StatefulSet")["spec"]["template"]["spec"]["volumes"]
+        name = next(one["configMap"]["name"] for one in volumes if one["name"] == "config")
+        assert name == the(objects, "ConfigMap")["metadata"]["name"]
+        return name
 
-    assert checksum({"config": {"lease_ms": 5000}}) != checksum({})
-    assert checksum({"podLabels": {"a": "b"}}) == checksum({})
+    assert name_of({"config": {"lease_ms": 5000}}) != name_of({})
+    assert name_of({"podLabels": {"a": "b"}}) == name_of({})
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -74,6 +74,11 @@ audit_log: {{ .Values.auditLog | quote }}
 {{- end }}
 {{- end }}
 
+{{/* What kvplane.configMap needs of the service, except `root`. */}}
+{{- define "kvplane.serviceConfig" -}}
+{{ dict "component" "service" "suffix" "" "kind" "StatefulSet" "files" (dict "config.yaml" (include "kvplane.configFile" . | trim | printf "%s\n")) | toYaml }}
+{{- end }}
+
 {{/* The file that the service reads. toYaml alone writes great numbers so that YAML reads numbers again. */}}
 {{- define "kvplane.configFile" -}}
 {{ mergeOverwrite (deepCopy .Values.config) (include "kvplane.chartConfig" . | fromYaml) | toYaml }}

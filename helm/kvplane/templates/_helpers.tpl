@@ -94,6 +94,11 @@ cluster and generate another one, once per rendering: every object of a renderin
 {{- with .Values.store.builtin.existingSecret }}{{ sha256sum . }}{{ else }}{{ include "kvplane.valkeyPassword" . | sha256sum }}{{ end -}}
 {{- end }}
 
+{{/* The annotation of pods of the service that have this password. */}}
+{{- define "kvplane.passwordAnnotation" -}}
+{{- if eq .Values.store.type "builtin" }}checksum/store-password: {{ include "kvplane.valkeyChecksum" . | quote }}{{ end -}}
+{{- end }}
+
 {{/* HOST:PORT of the service within the cluster. */}}
 {{- define "kvplane.address" -}}
 {{ include "kvplane.fullname" . }}.{{ .Release.Namespace }}.svc.{{ .Values.clusterDomain }}:{{ int .Values.ports.grpc }}

@@ -99,7 +99,7 @@
 
 {{- define "kvplane.serviceVolumes" -}}
 - name: config
-  configMap: {name: {{ include "kvplane.fullname" . | quote }}}
+  configMap: {name: {{ include "kvplane.configName" (include "kvplane.serviceConfig" . | fromYaml | merge (dict "root" $)) | quote }}}
 - name: tmp
   emptyDir: {}
 {{- with include "kvplane.storeFiles" . }}

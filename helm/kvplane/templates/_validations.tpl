@@ -1,7 +1,7 @@
 {{/* Contradicting values: all of them in one message, each with its remedy. */}}
 {{- define "kvplane.validate" -}}
 {{- $wrong := list -}}
-{{- range $check := list "store" "tls" "auth" "scale" "pods" "policy" "router" "worker" -}}
+{{- range $check := list "store" "tls" "auth" "scale" "pods" "policy" "router" "worker" "installed" -}}
 {{- range $line := include (printf "kvplane.validate.%s" $check) $ | splitList "\n" -}}
 {{- with trim $line }}{{ $wrong = append $wrong (printf "  - %s" .) }}{{ end -}}
 {{- end -}}
