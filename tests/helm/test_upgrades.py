@@ -10,7 +10,7 @@ from typing import Any
 import helm_python
 import pytest
 
-from tests.helm.charts import CHART, NAMESPACE, Object, values_of
+from tests.helm.charts import CHART, NAMESPACE, Helm3, Object, values_of
 from tests.helm.cluster import FIXED, RESOURCES, Cluster, Place, canonical, cluster
 
 NAMES = [path.name.removesuffix("-values.yaml") for path in sorted((CHART / "ci").glob("*-values.yaml"))]
@@ -171,3 +171,24 @@ def test_configuration_of_the_installed_pods_stays_for_one_upgrade():
             seen.append(config_maps(here)["StatefulSet", "kvplane"])
             assert {one["metadata"]["name"] for one in here.of_kind("ConfigMap")} == seen[-2] | seen[-1]
         assert len({name for names in seen for name in names}) == 3
+
+
+def test_notes_name_the_secrets_and_keys_that_are_missing(tmp_path):
+    file = tmp_path / "kubeconfig"
+    file.touch(0o600)
+    where = ("--namespace", NAMESPACE, "--kubeconfig", str(file))
+    with cluster("1.33") as (here, kubeconfig):
+        file.write_text(kubeconfig)
+        account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "default"}}
+        here.write("POST", Place("v1", "serviceaccounts", NAMESPACE, "default"), account)
+        notes = Helm3().run("install", "kvplane", str(CHART), *where, values=values_of("everything"))
+        missing = notes.partition("start only when they are there")[2].splitlines()[1:]
+        assert "  auth.existingSecret: there is no Secret clients-auth" in missing
+        auth = values_of("everything")["auth"]
+        data = {auth["ownersKey"]: "", auth["jwksKey"]: ""}
+        secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "clients-auth"}, "stringData": data}
+        here.write("POST", Place("v1", "secrets", NAMESPACE, "clients-auth"), secret)
+        notes = Helm3().run("upgrade", "kvplane", str(CHART), *where, values=values_of("everything"))
+        assert f"  auth.tokensKey: Secret clients-auth has no key {auth['tokensKey']}\n" in notes
+        assert "there is no Secret clients-auth" not in notes
+        assert "start only when" not in Helm3().run("upgrade", "kvplane", str(CHART), *where, values={"replicas": 1})

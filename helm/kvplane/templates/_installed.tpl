@@ -60,3 +60,27 @@ store.sqlite.storageClassName: installed with {{ $spec.storageClassName | defaul
 {{- end }}
 {{- end }}
 {{- end }}
+
+{{/* Secrets that values name, and their keys, that are not there, a line each; empty where the cluster cannot be read. */}}
+{{- define "kvplane.missing" -}}
+{{- if lookup "v1" "ServiceAccount" .Release.Namespace "default" }}
+{{- $keys := dict "auth" (list "ownersKey" "tokensKey" "jwksKey") "access" (list "tokenKey" "certKey" "keyKey") "tls" (list "tls.crt" "tls.key") "tls.clientCA" (list "key") "metrics.token" (list "key") }}
+{{- $_ := merge $keys (dict "store.external" (list "usernameKey" "passwordKey" "caKey" "certKey" "keyKey") "store.sealing" (list "key") "store.builtin" (list "passwordKey")) }}
+{{- range $path, $names := $keys }}
+{{- $value := $.Values }}
+{{- range splitList "." $path }}{{ $value = get $value . }}{{ end }}
+{{- with $value.existingSecret }}
+{{- $secret := lookup "v1" "Secret" $.Release.Namespace . }}
+{{- if not $secret }}
+{{ $path }}.existingSecret: there is no Secret {{ . }}
+{{- end }}
+{{- range ternary list $names (empty $secret) }}
+{{- $key := ternary . (get $value .) (contains "." .) }}
+{{- if and $key (not (hasKey ($secret.data | default dict) $key)) }}
+{{ $path }}{{ ternary "" (printf ".%s" .) (contains "." .) }}: Secret {{ $value.existingSecret }} has no key {{ $key }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
