@@ -1,0 +1,1 @@
+"""`make tables`: published results of hybrid models on tiers and fleets, reproduced on the product's core in virtual time."""
