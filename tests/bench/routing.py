@@ -76,6 +76,7 @@ class RowCost(CostModel):
 
 
 COST = RowCost(PREFILL, 0, BASE_US)
+SETTINGS = RouterSettings(prefill_tokens_per_s=PREFILL / 2, decode_s=(BASE_US + 8 * ROW_US) / 1e6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,10 +285,11 @@ class History:
 class Router:
     """The product's decisions over the places, on the timeline."""
 
-    def __init__(self, spec: ReplicaSpec, names: Sequence[str], policy: str, seed: int) -> None:
+    def __init__(
+        self, spec: ReplicaSpec, names: Sequence[str], policy: str, seed: int, settings: RouterSettings = SETTINGS
+    ) -> None:
         self.time, self.outcome, self._policy = Timeline(), Outcome(), policy
         self._places, self._history = Places(), History(spec.num_blocks)
-        settings = RouterSettings(prefill_tokens_per_s=PREFILL / 2, decode_s=(BASE_US + 8 * ROW_US) / 1e6)
         self._decisions = Decisions(self._places, settings, lambda: self.time.now_s)
         self._decisions._chooser = self._chooser = Chooser(Random(seed))
         for name in names:
@@ -341,9 +343,10 @@ class Router:
     def _event(self, one: CacheEvent) -> Stored | Removed:
         keys = keys_of(b"".join(one.hashes), self._scheme.digest.size) if one.hashes else []
         assert one.kind is not EventKind.CLEARED
+        tier = Tier[one.tier.name]
         if one.kind is EventKind.REMOVED:
-            return Removed(one.group, Tier.DEVICE, keys)
-        return Stored(one.group, Tier.DEVICE, keys, self._forms[one.group])
+            return Removed(one.group, tier, keys)
+        return Stored(one.group, tier, keys, self._forms[one.group])
 
     def first_token(self, at_s: float, request: LiveRequest) -> None:
         """The first token of a request."""

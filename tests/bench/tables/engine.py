@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 
 from kvplane.base.groups import ReplicaSpec
-from kvplane.base.step import Orders, Part, PartResult, RowFlag
+from kvplane.base.retain import Retain
+from kvplane.base.step import CacheEvent, Orders, Part, PartResult, RowFlag
 from kvplane.scheduling import Limits, Request, Scheduled
 from kvplane.session.rows import RunRow
 from kvplane_tools.replay.engine import Engine
@@ -31,11 +32,14 @@ class GroupedScheduler(TimedScheduler):
     def __init__(self, spec: ReplicaSpec, limits: Limits, first_token: Callable[[LiveRequest], None]) -> None:
         super().__init__(spec, limits, first_token)
         self._together, self._is_stuck = 1, False
+        self.retain = Retain()  # of the next step
 
     def plan(self) -> Part:
         """See Scheduler."""
         self._together = self._tokens_of_each()
-        return super().plan()
+        part = super().plan()
+        part.retain, self.retain = self.retain, Retain()
+        return part
 
     def _tokens_of_each(self) -> int:
         waits = bool(self._waiting) and not (self._is_stuck and all(not fact.end for fact in self._facts))
@@ -76,11 +80,12 @@ class TimedEngine(Engine):
         super().__init__(self.publishing, EngineConfig(MAX_RUNNING, BUDGET), CostModel())
         flags = RowFlag.FULL_FIT | (RowFlag.LOAD if spec.tiers else RowFlag.NONE)
         limits = Limits(MAX_RUNNING, BUDGET, admit_rows=16, admit_flags=flags)
-        self._scheduler = self._grouped = GroupedScheduler(spec, limits, self._first)
+        self._scheduler = self.grouped = GroupedScheduler(spec, limits, self._first)
         self._step_cost, self._page_bytes = cost, page_bytes
         self._links, self._ends = (Link(link), Link(link)), list[tuple[int, int]]()
         self.first_token: Callable[[TimedEngine, LiveRequest], None]
         self.ended: Callable[[TimedEngine, LiveRequest], None]
+        self.published: Callable[[TimedEngine, Sequence[CacheEvent]], None]
 
     @property
     def now_s(self) -> float:
@@ -91,7 +96,7 @@ class TimedEngine(Engine):
     def used_share(self) -> float:
         """The part of the pool that running requests hold, as an engine's metrics state it."""
         size = self.spec.hash_block_size
-        held = sum(one.num_tokens // size + 2 for one in self._grouped._running)
+        held = sum(one.num_tokens // size + 2 for one in self.grouped._running)
         return min(held / self.spec.num_blocks, 1.0)
 
     def _first(self, request: LiveRequest) -> None:
@@ -113,12 +118,15 @@ class TimedEngine(Engine):
 
     def _compute(self, part: Part, answer: PartResult) -> None:
         self._count_admissions(part, answer)
-        rows = self._grouped.update(part, answer)
+        rows = self.grouped.update(part, answer)
         self.clock_ns += int(self._step_s(rows) * NS_PER_SECOND)
         if not rows and self._ends:
             self.clock_ns = max(self.clock_ns, self._ends[0][0])
+        events, self.publishing.events = self.publishing.events, []
+        if events:
+            self.published(self, events)
         for row in rows:
-            self._grouped.finish_row(row, [0] * row.num_outputs)
+            self.grouped.finish_row(row, [0] * row.num_outputs)
 
     def _step_s(self, rows: Sequence[Scheduled]) -> float:
         """A step computes or reads weights, whichever takes longer, and reads the cache."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from random import Random
 from statistics import mean, quantiles
 from typing import Protocol
@@ -23,10 +24,11 @@ from kvplane_fleet.domains import keys_of
 from kvplane_tools.replay.fleet import Arriving, Fleet
 from kvplane_tools.replay.requests import LiveRequest
 from kvplane_tools.replay.workloads import Span, TokenSource, TraceRequest
+from tests.bench import routing
 from tests.bench.routing import History
 from tests.bench.tables import published
 from tests.bench.tables.engine import TimedEngine
-from tests.bench.tables.model import BUDGET, TOKEN_BYTES, WINDOW, Fitted, StepCost
+from tests.bench.tables.model import BUDGET, MAX_MODEL_LEN, TOKEN_BYTES, WINDOW, Fitted, StepCost
 from tests.bench.tables.published import BLOCK, ENGINES, GROUPS, HOST_BYTES, OUTPUT, PROMPTS, UNIT
 
 PAGE_BYTES = TOKEN_BYTES * BLOCK
@@ -43,7 +45,7 @@ def spec_of(pool_bytes: float, retention: int = DENSE_RETENTION, tier: TierSpec 
     return ReplicaSpec(
         groups=(GroupSpec(GroupKind.FULL_ATTENTION, BLOCK), window),
         num_blocks=int(pool_bytes / PAGE_BYTES) + 1,
-        max_model_len=131_072,
+        max_model_len=MAX_MODEL_LEN,
         hash_block_size=BLOCK,
         scheduler_block_size=BLOCK,
         max_in_flight_tokens=BUDGET,
@@ -62,11 +64,10 @@ def host_tier(save: SavePolicy = SavePolicy.THROUGH) -> TierSpec:
 class Load:
     """The requests of the published load: a shuffled round over all prompts, repeated, with Poisson arrivals."""
 
-    def __init__(self, seed: int, question: int = QUESTION) -> None:
-        self._rng = Random(seed)
-        self._order = [(group, prompt) for group in range(GROUPS) for prompt in range(PROMPTS)]
+    def __init__(self, seed: int, groups: int = GROUPS) -> None:
+        self._rng, self._sent = Random(seed), 0
+        self._order = [(group, prompt) for group in range(groups) for prompt in range(PROMPTS)]
         self._rng.shuffle(self._order)
-        self._question, self._sent = question, 0
 
     def stage(self, rate: float, start_s: float, seconds: float) -> Iterator[TraceRequest]:
         """Yield the requests of a stage."""
@@ -75,10 +76,31 @@ class Load:
             group, prompt = self._order[self._sent % len(self._order)]
             own = GROUPS + group * PROMPTS + prompt
             answer = TokenSource((Span(own, 0, OUTPUT, generated=True),))
-            text = TokenSource((Span(group, 0, SYSTEM), Span(own, 0, self._question)))
+            text = TokenSource((Span(group, 0, SYSTEM), Span(own, 0, QUESTION)))
             yield TraceRequest(str(self._sent), at_s, "", text, answer)
             self._sent += 1
             at_s += self._rng.expovariate(rate)
+
+
+class TraceLoad:
+    """The first requests of a public trace, their arrivals compressed to a rate. A prompt that no engine may hold is
+    left out.
+    """
+
+    def __init__(self, name: str, limit: int) -> None:
+        scene = next(one for one in routing.SCENES if one.name == name)
+        self._scene, self.left_out = replace(scene, limit=limit), 0
+
+    def stage(self, rate: float, start_s: float, seconds: float) -> Iterator[TraceRequest]:
+        """Yield the requests, of `seconds` at most."""
+        with ExitStack() as files:
+            for one in routing.arrivals(self._scene, rate, 1, files):
+                if one.arrival_s > seconds:
+                    return
+                if len(one.prompt) + one.output_tokens > MAX_MODEL_LEN:
+                    self.left_out += 1
+                elif one.output_tokens:
+                    yield replace(one, name=f"{one.name} {start_s}", arrival_s=start_s + one.arrival_s)
 
 
 class Router(Protocol):
@@ -99,7 +121,7 @@ class Router(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The weights of the published scorers: prompts that wait, memory, what the device has of the prompt, and the host."""
+    """The weights of the published scorers: prompts that wait, memory, and what device and host have of the prompt."""
 
     queue: float
     memory: float
@@ -182,7 +204,7 @@ class StagedFleet:
         for engine in engines:
             engine.first_token, engine.ended = self._first_token, self._ended
 
-    def run(self, load: Load, rate: float, seconds: float) -> Stage:
+    def run(self, load: Load | TraceLoad, rate: float, seconds: float) -> Stage:
         """Run a stage to its end; the next one begins after the published pause."""
         start_s = 0.0
         if self.stages:

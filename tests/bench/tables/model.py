@@ -20,7 +20,7 @@ FLOPS, MEMORY_BYTES_PER_S, LINK_BYTES_PER_S = 989.4e12, 3.35e12, 64e9
 ACTIVE, DENSE_BYTES, EXPERT_BYTES = 5.13e9, 2 * (0.96e9 + 0.58e9), 114.71e9 * 4.25 / 8
 EXPERTS, CHOSEN = 128, 4
 # CONFIG
-LAYERS_OF_A_KIND, HEADS, HEAD_SIZE, KV_HEADS, WINDOW = 18, 64, 64, 8, 128
+LAYERS_OF_A_KIND, HEADS, HEAD_SIZE, KV_HEADS, WINDOW, MAX_MODEL_LEN = 18, 64, 64, 8, 128, 131_072
 TOKEN_BYTES = 2 * KV_HEADS * HEAD_SIZE * 2 * LAYERS_OF_A_KIND  # keys and values of a group of layers
 # VLLM
 BUDGET = 8192
@@ -65,3 +65,6 @@ class StepCost:
         """Return the time to read the cache of requests that decode."""
         num_bytes = sum(TOKEN_BYTES * (context + WINDOW) for context in contexts)
         return num_bytes / (self.fitted.bandwidth * MEMORY_BYTES_PER_S)
+
+
+FITTED = Fitted(0.5668704, 0.40, 7_364_484_390)  # by `tests.bench.tables.fit`, from 17 points

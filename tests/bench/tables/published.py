@@ -1,13 +1,15 @@
 """What was published: numbers alone, each with its source.
 
-POST      llm-d.ai/blog, 2026-06-13, "Serving Hybrid Models at Scale in llm-d"; its figures are in
-          github.com/llm-d/llm-d.github.io at 9a8058f73, static/img/blogs/hybrid-models
-ROWS      github.com/llm-d/llm-d at 34f91b1ac, guides/tiered-prefix-cache/benchmark-results/vllm-gpt-oss-120b-h100/README.md
-SERVER    the same at a660ed2f8, guides/tiered-prefix-cache/modelserver/gpu/vllm/base/patch-vllm-gpt-oss-120b.yaml
-ROUTER    the same at 68d37a354, guides/tiered-prefix-cache/router/single-host/tiered-prefix-cache-cpu.values.yaml
-LOAD      github.com/llm-d/llm-d-benchmark at c90f8c99c, workload/profiles/inference-perf/guide_tiered-prefix-cache_1.yaml.in
-GENERATOR github.com/kubernetes-sigs/inference-perf at 0ba9aceba, inference_perf/datagen/shared_prefix_datagen.py, and at
-          11db4a8f6, inference_perf/apis/completion.py
+In public repositories of github.com at the commits named; GUIDE is guides/tiered-prefix-cache of llm-d/llm-d.
+
+POST       llm-d.ai/blog, 2026-06-13, "Serving Hybrid Models at Scale in llm-d"; its figures are in
+           llm-d/llm-d.github.io at 9a8058f73, static/img/blogs/hybrid-models
+ROWS       GUIDE at 34f91b1ac, benchmark-results/vllm-gpt-oss-120b-h100/README.md
+SERVER     GUIDE at a660ed2f8, modelserver/gpu/vllm/base/patch-vllm-gpt-oss-120b.yaml
+ROUTER     GUIDE at 68d37a354, router/single-host/tiered-prefix-cache-cpu.values.yaml
+LOAD       llm-d/llm-d-benchmark at c90f8c99c, workload/profiles/inference-perf/guide_tiered-prefix-cache_1.yaml.in
+GENERATOR  kubernetes-sigs/inference-perf at 0ba9aceba, inference_perf/datagen/shared_prefix_datagen.py, and at
+           11db4a8f6, inference_perf/apis/completion.py
 
 The unit of the published throughput (`Unit`): the generator counts the tokens of the *text* that comes back, with a
 tokenizer of its own, and divides by the time from a stage's first request to its last answer. The servers generate 256
