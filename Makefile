@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-engine test quick test-kernels test-chart test-nightly test-all check format lint types contracts chart docs reference proto proto-check proto-baseline pytest \
-	bench bench-overhead bench-gpu bench-store bench-peer replay-all policies mixtures tiers conformance-live vllm-env demo-vllm test-vllm sglang-env test-sglang faults fuzz fuzz-core sim soak clean
+	bench bench-overhead bench-gpu bench-store bench-peer replay-all policies mixtures tiers tables conformance-live vllm-env demo-vllm test-vllm sglang-env test-sglang faults fuzz fuzz-core sim soak clean
 
 PYTHON := .venv/bin/python
 RUNTIME := .venv/kvplane-runtime
@@ -129,6 +129,9 @@ JOBS ?=
 
 tiers: $(DEV)  ## figures N1 to N10 of tiers with their goals, damaged slots, planted, simulated and real faults, an engine against its model (2 minutes on 2 quiet cores; REQUESTS=60 CASES=10000 SEEDS_OF_TIERS=8 FAULTS=12 MINUTES=30)
 	@$(PYTHON) -m tests.bench.tier_goals --requests $(or $(REQUESTS),60) --cases $(or $(CASES),10000) --seeds $(or $(SEEDS_OF_TIERS),8) --faults $(or $(FAULTS),12) --minutes $(or $(MINUTES),30)
+
+tables: $(DEV)  ## published results of a fleet with tiers, predicted on the core in virtual time, and what kvplane adds; writes docs/published.md (10 minutes on 2 quiet cores)
+	@$(PYTHON) -m tests.bench.tables
 
 sim: $(DEV)  ## simulate the product under faults on a virtual clock (SEEDS=200 SEED_BASE=1 JOBS=4); equal seeds give equal runs
 	@$(PYTHON) -m tests.sim --seeds $(SEEDS) --base $(SEED_BASE) $(if $(JOBS),--jobs $(JOBS))

@@ -1,1 +1,1 @@
-"""`make tables`: published results of hybrid models on tiers and fleets, reproduced on the product's core in virtual time."""
+"""`make tables`: published results of hybrid models on a fleet with tiers, on the product's core in virtual time."""

@@ -104,7 +104,7 @@ class TraceLoad:
 
 
 class Router(Protocol):
-    """Chooses the engine of a request, and is told what became of it."""
+    """Chooses the engine of a request, and learns what became of it."""
 
     def route(self, request: TraceRequest) -> int:
         """Return the number of the engine."""
