@@ -94,6 +94,12 @@ def set_up() -> None:
     _say("ready")
 
 
+def write_models(*names: str) -> None:
+    """Write the tiny models of these names that are missing."""
+    if missing := [one for one in names if not (MODELS / one).exists()]:
+        _run(str(PYTHON), str(Path(__file__).with_name("tiny_models.py")), str(MODELS), *missing)
+
+
 def variables_of_older() -> dict[str, str]:
     """Install vLLM 0.32, if it is missing; returns the environment variables under which it runs here."""
     set_up()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
@@ -128,10 +127,7 @@ def main() -> int:
     given = parser.parse_args()
     environment.set_up()
     chosen, modes = given.shapes or list(SHAPES), given.modes.split(",")
-    models = {SHAPES[name].model for name in chosen} | {"mha"}
-    if missing := sorted(one for one in models if not (environment.MODELS / one).exists()):
-        script = environment.PYTHON, "tests/vllm/tiny_models.py", environment.MODELS, *missing
-        subprocess.run([*map(str, script)], check=True, stdout=subprocess.DEVNULL)
+    environment.write_models(*{SHAPES[name].model for name in chosen}, "mha")
     print(
         f"| shape | requests | preempted | tokens hit | {' | '.join(modes)} |\n|{'---|' * (4 + len(modes))}", flush=True
     )

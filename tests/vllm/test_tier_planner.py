@@ -73,6 +73,35 @@ def test_a_request_whose_load_failed_is_computed_and_not_offered_the_same_hit(is
     assert planner.matched(request("other", 40), 0) == (0 if is_broken else 36)
 
 
+def test_a_request_that_waits_for_blocks_of_vllm_holds_none_in_host_memory(planner):
+    stored(planner, 36)
+    one = request("one", 40)
+    for _ in range(3):
+        assert planner.matched(one, 0) == 36
+        assert planner.host.replica.block_counts.held == 0
+    for other in range(5):  # which need all of host memory
+        long = Request(**vars(request(f"other {other}", 200)))
+        long.tokens = [other, *long.tokens[1:]]
+        step(planner, (long, 0, 200, table(200, 1))) if planner.matched(long, 0) == 0 else None
+        planner.finish(long)
+    assert planner.matched(one, 0) == 0, "its blocks were evicted meanwhile"
+    assert planner.counts.refused == 0
+
+
+def test_a_hit_that_is_evicted_before_vllm_takes_it_is_computed(planner):
+    """VLLM takes it within the same schedule(), so this cannot happen; if it does, the load fails."""
+    stored(planner, 36)
+    one = request("one", 40)
+    assert planner.matched(one, 0) == 36
+    assert planner.reset()
+    planner.take(one, table(36, 40, left=7), 36)
+    assert step(planner).loads == {"one": None}
+    planner.report(Progress({0: planner.host.seq}, {0: []}), ["one"], ["one"])
+    assert planner.matched(one, 0) == 0
+    planner.finish(one)
+    assert planner.host.replica.block_counts.held == 0
+
+
 def test_a_hit_that_vllm_has_outgrown_is_given_up_and_what_is_computed_is_saved(planner):
     stored(planner, 16)
     one = request("one", 81)

@@ -11,8 +11,9 @@ from kvplane.base.groups import SavePolicy
 from kvplane_vllm.tiers import rank
 from kvplane_vllm.tiers.copier import Copier
 from kvplane_vllm.tiers.planner import Planner
-from tests.vllm.tier_world import NUM_BLOCKS, World, options
+from tests.vllm.tier_world import BLOCK, NUM_BLOCKS, World, options
 from tests.vllm.tier_world_hits import SharingWorld
+from tests.vllm.tier_world_states import StateWorld
 
 STEPS, MOST_SEEDS = 100, 20
 
@@ -92,6 +93,31 @@ def test_a_load_that_begins_before_the_engines_own_hit_ends_is_found(monkeypatch
     monkeypatch.setattr(Planner, "_copies", early)
     world = played(11, options(600), 0, SharingWorld)
     assert world.wrong + world.planner.counts.mismatched > 0
+
+
+@pytest.mark.parametrize(
+    ("has_disk", "lag"), [(False, 0), (False, 2), (True, 1)], ids=["host", "host, steps in flight", "disk"]
+)
+def test_states_that_are_restored_are_those_at_the_end_of_the_load(has_disk, lag, tmp_path, monkeypatch):
+    slowed(monkeypatch)
+    world = played(5 + lag, options(70, tmp_path, 300) if has_disk else options(600), lag, StateWorld)
+    counts, replica = world.planner.counts, world.planner.host.replica
+    assert (world.wrong, counts.mismatched, counts.unsaved) == (0, 0, 0)
+    assert min(world.checked, counts.loaded_tokens) > 200
+    assert world.preempted > 0
+    assert (replica.block_counts.held, set(replica.tiers.open_jobs().values())) == (0, {0})
+
+
+def test_a_state_that_is_kept_with_another_length_is_found(monkeypatch):
+    """The planted fault: the state behind a block is kept as that behind the block before."""
+    state_of = Planner._state_of
+
+    def shorter(self, name, end, output):
+        last, blocks = state_of(self, name, end, output)
+        return max(0, last - BLOCK), blocks
+
+    monkeypatch.setattr(Planner, "_state_of", shorter)
+    assert played(5, options(600), 0, StateWorld).wrong > 0
 
 
 def test_without_the_fence_pages_are_wrong(monkeypatch):

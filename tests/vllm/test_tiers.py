@@ -134,7 +134,6 @@ def cache_config(stride=PAGE, layer_stride=PAGE * BLOCKS):
         kv_cache_groups=[group],
         kv_cache_tensors=[tensor],
         prefix_cacheable_group_ids=(0,),
-        has_mamba_layers=False,
     )
 
 
@@ -188,6 +187,31 @@ def test_a_view_that_is_wrong_by_one_piece_is_refused(wrong, why):
         device_pages(config, registered | {name: wrong(registered[name])})
 
 
+def states(config, gap=0):
+    """The views of a layer with two states, of 8 and 6 elements, with `gap` elements between them."""
+    (tensor,) = config.kv_cache_tensors
+    memory, step = torch.arange(BLOCKS * LAYERS * PAGE // 4, dtype=torch.float32), tensor.block_stride // 4
+    return {
+        name: tuple(
+            memory.as_strided((BLOCKS, size), (step, 1), number * tensor.layer_stride // 4 + first)
+            for first, size in ((0, 8), (8 + gap, 6))
+        )
+        for number, name in enumerate(tensor.layers)
+    }
+
+
+def test_the_states_of_a_layer_follow_each_other_in_its_pages():
+    config = cache_config()
+    registered = states(config)
+    (pages,) = device_pages(config, registered)
+    for page, views_of in zip(pages.layers, registered.values(), strict=True):
+        whole = page.contiguous().view(torch.float32)
+        assert torch.equal(whole[:, :14], torch.cat(views_of, dim=1))
+    for gap in (1, 2, -1):
+        with pytest.raises(WrongLayout, match="it begins at byte"):
+            device_pages(config, states(config, gap))
+
+
 def test_a_layer_without_a_place_is_refused():
     config = cache_config()
     with pytest.raises(WrongLayout, match="it has no place"):
@@ -197,7 +221,6 @@ def test_a_layer_without_a_place_is_refused():
 @pytest.mark.parametrize(
     ("setting", "value", "why"),
     [
-        ("has_mamba_layers", True, "recurrent states"),
         ("prefix_cacheable_group_ids", (), "no hashes"),
     ],
 )

@@ -17,6 +17,7 @@ PAGE = 4096
 @pytest.fixture(scope="module", autouse=True)
 def vllm():
     environment.set_up()
+    environment.write_models("gdn", "mamba2")
 
 
 right = cache(lambda model, has_ranks: tiers.computed(model, "tp2" if has_ranks else "", SEEDS))
@@ -41,6 +42,9 @@ def run(model, kind, tier, folder, fault="", more=""):
         ("gptoss", "stock async", "host", "slow"),
         ("gptoss", "kvplane", "host", ""),
         ("gemma3", "stock", "disk", ""),
+        ("gdn", "stock", "disk", "slow"),
+        ("gdn", "kvplane async", "host", ""),
+        ("mamba2", "kvplane", "disk", ""),
     ],
 )
 def test_tokens_are_those_of_an_engine_that_computes_everything(model, kind, tier, fault, tmp_path):
@@ -53,9 +57,10 @@ def test_tokens_are_those_of_an_engine_that_computes_everything(model, kind, tie
     assert set(found["left"].values()) == {0}
 
 
-def test_a_service_follows_an_engine_with_tiers(tmp_path):
+@pytest.mark.parametrize("model", ["gptoss", "gdn"])
+def test_a_service_follows_an_engine_with_tiers(model, tmp_path):
     with running() as service:
-        found = run("gptoss", f"mirror {service.address} r", "disk", tmp_path)
+        found = run(model, f"mirror {service.address} r", "disk", tmp_path)
     assert (found["differ"], set(found["left"].values())) == (0, {0})
     assert found["loaded_tokens"] > 3000
 
@@ -70,8 +75,9 @@ def test_without_the_fence_tokens_are_wrong(tmp_path):
     assert run("gptoss", "stock", "host", tmp_path, "without fence")["differ"] > 0
 
 
-def test_garbled_host_memory_is_seen_in_the_tokens(tmp_path):
-    assert run("llama", "stock", "host", tmp_path, "overwritten")["differ"] > 0
+@pytest.mark.parametrize("model", ["llama", "gdn", "mamba2"])
+def test_garbled_host_memory_is_seen_in_the_tokens(model, tmp_path):
+    assert run(model, "stock", "host", tmp_path, "overwritten")["differ"] > 0
 
 
 def test_a_layout_that_is_wrong_by_one_piece_is_found_at_the_start(tmp_path):

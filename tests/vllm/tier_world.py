@@ -84,13 +84,17 @@ class World:
         )
         self.rank = TierRank(config, cache(), settings, views)
         num_blocks, tiers = tiers_of(cache(), settings)
-        engine = engine_spec(max_model_len=128, max_in_flight_tokens=BUDGET * (lag + 1), window=window)
-        self.planner = Planner(HostAllocator(host_spec(engine, num_blocks, tiers), [self.rank.ready]), 5.0)
+        spec = host_spec(self.engine(BUDGET * (lag + 1)), num_blocks, tiers)
+        self.planner = Planner(HostAllocator(spec, [self.rank.ready]), 5.0)
         self.prompts = [[self.rng.randrange(9) for _ in range(72)] for _ in range(4)]
         self.free = list(range(1, NUM_BLOCKS))
         self.requests: dict[str, Request] = {}
         self.flight: deque[Any] = deque()
         self.count = self.wrong = self.checked = self.preempted = self.aborted_loading = 0
+
+    def engine(self, max_in_flight_tokens: int) -> ReplicaSpec:
+        """The engine's allocator."""
+        return engine_spec(max_model_len=128, max_in_flight_tokens=max_in_flight_tokens, window=self.window)
 
     # -- the scheduler -------------------------------------------------------------------------------------------------
 
@@ -150,7 +154,7 @@ class World:
             was_waiting = one.state == WAITING
             if was_waiting and not one.computed and not self.look_up(one):
                 continue
-            count = min(budget, one.num_tokens - one.computed)
+            count = self.chunk(one, min(budget, one.num_tokens - one.computed))
             while count > 0 and not self.allocate(one, one.computed + count):
                 victim = self.of(RUNNING)[-1] if self.of(RUNNING) else one
                 if was_waiting or victim is one or victim.request_id in tokens:
@@ -180,9 +184,21 @@ class World:
             num_scheduled_tokens=tokens,
             new_block_ids_to_zero=None,
             kv_cache_block_copies=None,
-            kv_connector_block_state=SimpleNamespace(get_block_ids=tables.__getitem__),
+            kv_connector_block_state=SimpleNamespace(
+                get_block_ids=tables.__getitem__, boundary_state_offloads=self.offers(tokens)
+            ),
         )
         self.flight.append((self.planner.orders(output), work, list(tokens)))
+
+    def chunk(self, one: Request, count: int) -> int:
+        """Return how many of these tokens a step computes."""
+        del one
+        return count
+
+    def offers(self, tokens: dict[str, int]) -> dict[str, list[tuple[int, int, int]]]:
+        """The recurrent states that vLLM offers with a step: there are none."""
+        del tokens
+        return {}
 
     def of(self, state: str) -> list[Request]:
         return [one for one in self.requests.values() if one.state == state]

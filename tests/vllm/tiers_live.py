@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from remote_aborts import Disturbed, gives_up
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
@@ -205,7 +206,7 @@ class Live:
         aborted. `is_alone`: once, one after another.
         """
         if is_alone:
-            return {"tokens": {str(at): self.answers([one])[0] for at, one in enumerate(chosen)}}
+            return {"tokens": {str(at): self.right(one["prompt_token_ids"]) for at, one in enumerate(chosen)}}
         answered.clear()
         tokens, cached = answered, 0
         for _ in range(ROUNDS):
@@ -221,6 +222,17 @@ class Live:
         self.forget()
         sent = ROUNDS * len(chosen) + result["sent"]
         return {"tokens": dict(tokens), "cached": cached + result["cached"], "sent": sent, "aborted": result["aborted"]}
+
+    def right(self, prompt: list[int]) -> list[list[int]]:
+        """Return the answer to a prompt. In less than float32 tokens may depend on where chunks end: then also the
+        answers of requests that are preempted once, behind each of their tokens, and computed again.
+        """
+        (first,), _ = self.answers([{"prompt_token_ids": prompt}])
+        if self.llm.llm_engine.vllm_config.model_config.dtype == torch.float32:
+            return [first]
+        again, _ = self.answers([{"prompt_token_ids": prompt + first[:at]} for at in range(1, NEW_TOKENS)])
+        found = [first] + [first[:at] + one[: NEW_TOKENS - at] for at, one in enumerate(again, 1)]
+        return [list(one) for one in dict.fromkeys(map(tuple, found))]
 
     def answers(self, chosen: list[Any]) -> tuple[list[list[int]], int]:
         """Return the tokens of each answer, and the cached tokens of all."""

@@ -8,7 +8,7 @@ vllm serve MODEL --kv-transfer-config '{"kv_connector": "KvplaneConnector", "kv_
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ from kvplane_vllm import needed
 from kvplane_vllm.spec import Limits, replica_spec
 from kvplane_vllm.tiers.host import HostAllocator, host_spec
 from kvplane_vllm.tiers.kept import KeyFile
+from kvplane_vllm.tiers.layout import Views
 from kvplane_vllm.tiers.messages import Progress, Ready, StepOrders
 from kvplane_vllm.tiers.planner import Planner
 from kvplane_vllm.tiers.rank import TierRank
@@ -75,7 +76,12 @@ class KvplaneConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps what leaves the device in host memory and on a disk, and loads it for later requests.
 
     vLLM makes one object for its scheduler, with a `planner`, and one for each worker, with a `rank`.
+
+    Attributes:
+        restores_states: whether a load ends with the recurrent states at its end.
     """
+
+    restores_states = True
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         """Raise InvalidArgument for options that are wrong, and for engines that are refused; FailedPrecondition for a
@@ -183,7 +189,7 @@ class KvplaneConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- the workers' half -------------------------------------------------------------------------------------------
 
-    def register_kv_caches(self, kv_caches: Mapping[str, Tensor]) -> None:
+    def register_kv_caches(self, kv_caches: Views) -> None:
         """Allocate the tiers of this rank; the engine continues without them if memory is short. Raises WrongLayout."""
         try:
             number = get_tensor_model_parallel_rank()

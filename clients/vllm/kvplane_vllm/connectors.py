@@ -71,8 +71,9 @@ def _names(name: str, module: str | None, extra: Mapping[str, Any]) -> Iterator[
 
 
 def check_groups(connector: Any, spec: ReplicaSpec) -> None:
-    """Raise InvalidArgument for a KV connector on a model with recurrent states."""
-    if connector is not None and any(group.kind is GroupKind.MAMBA for group in spec.groups):
+    """Raise InvalidArgument for a KV connector other than kvplane's on a model with recurrent states."""
+    has_states = any(group.kind is GroupKind.MAMBA for group in spec.groups)
+    if connector is not None and has_states and not getattr(connector, "restores_states", False):
         raise InvalidArgument(
             f"the KV connector {type(connector).__name__} does not run with kvplane on a model with recurrent states: "
             "its tokens were not compared with those of stock vLLM",

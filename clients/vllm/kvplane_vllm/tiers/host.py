@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvplane.base.groups import CommitRule, ReplicaSpec, TierSpec
+from kvplane.base.groups import DENSE_RETENTION, CommitRule, GroupKind, ReplicaSpec, TierSpec
 from kvplane.base.job_table import JobsEnd
 from kvplane.base.step import Part, PartResult, Step
 from kvplane.tier_jobs import TierJobs
@@ -19,15 +19,18 @@ CLOSE_S = 5.0  # for a disk that hangs
 def host_spec(engine: ReplicaSpec, num_blocks: int, tiers: tuple[TierSpec, ...]) -> ReplicaSpec:
     """Return the settings of the allocator: the groups of the engine in the memory of the host.
 
-    A hit ends between blocks, since no page is copied within host memory; its pages are written whole, not zeroed.
+    A hit ends between blocks, since no page is copied within host memory; its pages are written whole, not zeroed. The
+    engine chooses which states are kept: its requests end there.
     """
-    groups = tuple(replace(group, zero_new_blocks=False) for group in engine.groups)
+    groups = tuple(replace(group, zero_new_blocks=False, checkpoint_alignment=0) for group in engine.groups)
+    has_states = any(group.kind is GroupKind.MAMBA for group in groups)
     return replace(
         engine,
         groups=groups,
         num_blocks=num_blocks,
         commit=CommitRule.SAFE,
         partial_hits=False,
+        retention_interval=DENSE_RETENTION if has_states else engine.retention_interval,
         watermark_blocks=0,
         events=False,
         tiers=tiers,

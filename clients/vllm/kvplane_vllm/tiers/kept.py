@@ -18,16 +18,13 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from kvplane.base.errors import FailedPrecondition, InvalidArgument
 from kvplane.base.key_records import KeyRecord, KeyRecords, records_bytes
 from kvplane_core.face.entries import Entries
 from kvplane_vllm.records import entries_of
+from kvplane_vllm.tiers.layout import Views, parts_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -149,13 +146,14 @@ class KeyFile:
         os.pwrite(self._file, part, offset)
 
 
-def content_of(config: VllmConfig, cache: KVCacheConfig, views: Mapping[str, Tensor]) -> bytes:
+def content_of(config: VllmConfig, cache: KVCacheConfig, views: Views) -> bytes:
     """Return 16 bytes that name everything that gives the bytes of pages their meaning: weights, layout, hashes.
 
     Raises FailedPrecondition if the weights cannot be named without reading them.
     """
     model, parallel, text = config.model_config, config.parallel_config, cache.kv_cache_layout
-    layout = [(name, view.shape, view.stride(), view.dtype, view.device.type) for name, view in views.items()]
+    pages = [(name, one) for name, view in views.items() for one in parts_of(view)]
+    layout = [(name, one.shape, one.stride(), one.dtype, one.device.type) for name, one in pages]
     parts = [
         version("vllm"),
         list(map(repr, cache.kv_cache_tensors)),

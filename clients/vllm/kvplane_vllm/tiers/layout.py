@@ -3,7 +3,8 @@
 vLLM places all layers in one allocation: the page of block b of the l-th layer of a tensor begins at offset + l *
 layer_stride + b * block_stride bytes. A row of host memory has the pages of all layers of one block of a group. Each
 view that vLLM registers must be where its config says, with all of its elements within the page of their block: else
-rows would lack a part of a block, or have a part of another.
+rows would lack a part of a block, or have a part of another. A layer with recurrent states has several views, whose
+parts of a page follow each other.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from kvplane_kernels.interface import GroupPages
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+Views = Mapping[str, Tensor | Sequence[Tensor]]  # by layer, as vLLM registers them
 ALIGNMENT_BYTES = 8
 
 
@@ -60,7 +62,12 @@ def host_plan(rows: Sequence[int], num_blocks: int) -> RankPlan:
     )
 
 
-def device_pages(config: KVCacheConfig, views: Mapping[str, Tensor]) -> list[GroupPages]:
+def parts_of(view: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the views of a layer: one, or one of each of its states."""
+    return (view,) if isinstance(view, Tensor) else tuple(view)
+
+
+def device_pages(config: KVCacheConfig, views: Views) -> list[GroupPages]:
     """Return the pages of each group, of the views that vLLM registers. Raises WrongLayout."""
     places = {
         layer: (tensor, tensor.offset + number * tensor.layer_stride)
@@ -74,10 +81,13 @@ def device_pages(config: KVCacheConfig, views: Mapping[str, Tensor]) -> list[Gro
             if layer not in places or layer not in views:
                 raise _wrong(layer, "it has no place")
             tensor, offset = places[layer]
-            size = page_bytes(config, number, layer)
-            if why := "; ".join(_misplaced(views[layer], offset, tensor.block_stride, size, config.num_blocks)):
-                raise _wrong(layer, why)
-            raw = torch.empty(0, dtype=torch.uint8, device=views[layer].device).set_(views[layer].untyped_storage())
+            size, begin = page_bytes(config, number, layer), offset
+            for part in parts_of(views[layer]):
+                room = offset + size - begin
+                if why := "; ".join(_misplaced(part, begin, tensor.block_stride, room, config.num_blocks)):
+                    raise _wrong(layer, why)
+                begin += part[0].nbytes * part.shape[0] // config.num_blocks
+            raw = torch.empty(0, dtype=torch.uint8, device=part.device).set_(part.untyped_storage())
             pages.append(raw.as_strided((config.num_blocks, size), (tensor.block_stride, 1), offset))
         found.append(GroupPages(tuple(pages)))
     return found

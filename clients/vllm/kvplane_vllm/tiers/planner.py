@@ -4,8 +4,10 @@ A request of vLLM has a shadow there. What vLLM computes, the shadow "computes" 
 
     vLLM asks what is stored    the shadow is looked up in host memory and disk; what the disk has is loaded into host
                                 memory first, and vLLM asks again until it is there or the time is over
-    vLLM has taken blocks       those behind its own hit are copied from the shadow's
-    vLLM computes tokens        full blocks are copied to new blocks of the shadow, behind the computation
+    vLLM has taken blocks       those behind its own hit are copied from the shadow, which holds them from then on;
+                                a request that waits for blocks of vLLM holds none
+    vLLM computes tokens        full blocks are copied to new blocks of the shadow, behind the computation; if there are
+                                recurrent states, up to the last end of a block whose state vLLM offers
 
 So the hit that vLLM gets is the union of its own hit and the tiers, and its load reads host memory alone, which does
 not fail. All decisions (hits by group, evictions, slots and versions of the disk, what is saved there and when) are
@@ -16,12 +18,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from kvplane.base.groups import GroupKind
 from kvplane.base.sections import AdmitRow
 from kvplane.base.step import ANY_HIT, UNLIMITED, AdmitStatus, Cache, End, News, Part, PartResult, RowFlag
 from kvplane_core.face.part_rows import RunRow, Update, admit_section, facts_section, news_section, run_section
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _log = logging.getLogger("vllm.kvplane")
-MOST_LOADS = 2  # of one request from the disk, of which the first failed
+MOST_LOADS = 3  # of one request from the disk, before vLLM takes its hit: one may fail, or be evicted before
 MOST_SHADOWS = 1 << 13
 
 
@@ -42,7 +45,6 @@ class State(Enum):
 
     IDLE = auto()  # it holds no blocks
     FETCHING = auto()  # the disk is read into its blocks
-    READY = auto()  # it holds a hit, which vLLM has not taken
     LOADING = auto()  # its blocks are copied to those of vLLM
     RUNNING = auto()  # vLLM has computed tokens of it
 
@@ -56,8 +58,9 @@ class Shadow:
         num_tokens, num_hashes: of the request, as the allocator knows them.
         held: leading tokens whose blocks the shadow holds or that are being copied.
         asked: tokens that vLLM had of its own when it asked last.
-        job: load from the disk in flight; since when.
-        tries: loads that failed.
+        job: load from the disk in flight.
+        since: when it began to wait for the disk; 0 = it does not.
+        tries: loads from the disk since vLLM took a hit.
         is_over: vLLM's request has ended, and its load has not.
         is_computed: a load to the device failed: it would fail again.
     """
@@ -84,7 +87,7 @@ class Counts:
     fetched_loads: int = 0
     failed_loads: int = 0
     late_loads: int = 0
-    refused: int = 0  # requests for which there was no room in host memory
+    refused: int = 0  # times that there was no room in host memory for what a request loads or saves
     unsaved: int = 0  # requests that lost a block before it could be saved
     mismatched: int = 0  # hits with other blocks than vLLM has for them
 
@@ -96,6 +99,7 @@ class _Grows:
     shadow: Shadow
     first: int
     end: int
+    states: Mapping[int, int]  # by group: the block of vLLM with the state at the end
 
 
 class Planner:
@@ -108,6 +112,7 @@ class Planner:
         spec = host.replica.spec
         self._sizes = [group.block_size for group in spec.groups]
         self._hash_size, self._unit = spec.hash_block_size, spec.scheduler_block_size
+        self._state_groups = [at for at, group in enumerate(spec.groups) if group.kind is GroupKind.MAMBA]
         # No look-up finds such a hit: a row that expects it is answered with the hit there is, and changes nothing.
         self._no_hit = spec.max_model_len
         self._has_disk = bool(spec.tiers)
@@ -129,48 +134,49 @@ class Planner:
         shadow = None if request.skip_reading_prefix_cache else self._shadow_of(request)
         if shadow is None:
             return 0
-        is_useless = shadow.state is State.READY and shadow.held <= num_computed  # vLLM's own hit has grown
-        if shadow.state in (State.RUNNING, State.LOADING) or is_useless:  # it was preempted, or its load failed
+        if shadow.state in (State.RUNNING, State.LOADING):  # it was preempted, or its load failed
             self._end(shadow, End.PREEMPTED)
         if self._is_broken or shadow.is_computed:
             return 0
-        if shadow.state is State.FETCHING and not self._has_arrived(shadow):
+        if shadow.since and not self._has_waited(shadow):
             return None
-        if shadow.state is State.IDLE:
-            self._admit(shadow, num_computed)
-        if shadow.state is State.FETCHING:
-            return None
-        shadow.asked = num_computed
-        return max(0, shadow.held - num_computed)
+        flags = int(RowFlag.LOAD) if self._has_disk and shadow.tries < MOST_LOADS else 0
+        found = self._hit_of(shadow, flags)
+        if flags and found > num_computed:
+            in_host = self._hit_of(shadow)
+            if found > max(in_host, num_computed) and self._fetch(shadow):
+                shadow.since = shadow.since or self._clock()
+                return None
+            found = in_host
+        shadow.asked, shadow.since = num_computed, 0.0
+        return max(0, found - num_computed)
 
-    def _has_arrived(self, shadow: Shadow) -> bool:
-        """Whether the disk has been read for a shadow, or the time for that is over."""
+    def _has_waited(self, shadow: Shadow) -> bool:
+        """Whether the disk has been read for a shadow, or may be now, or the time for that is over."""
         self.host.open_if_ended()
         self._take_ends()
-        if shadow.state is not State.FETCHING:
-            return True
         if self._clock() - shadow.since <= self._timeout_s:
-            return False
+            return shadow.state is not State.FETCHING
         self.counts.late_loads += 1
-        _log.warning("request %s is computed: the disk has not answered in time", shadow.request.request_id)
+        _log.warning("request %s is not loaded: the disk has not answered in time", shadow.request.request_id)
         shadow.tries = MOST_LOADS
         self._end(shadow, End.PREEMPTED)
         return True
 
-    def _admit(self, shadow: Shadow, num_computed: int) -> None:
-        """Let a shadow hold a hit, if there is one that is longer than what vLLM has."""
-        flags = int(RowFlag.LOAD) if self._has_disk and shadow.tries < MOST_LOADS else 0
-        if self._hit_of(shadow, flags) <= num_computed:
-            return
-        row = AdmitRow(shadow.slot, cap=0, min_new=0, flags=flags, expected_hit=ANY_HIT)
+    def _fetch(self, shadow: Shadow) -> bool:
+        """Let the disk be read for a shadow; returns whether it is, or may be when the reads for others have ended."""
+        row = AdmitRow(shadow.slot, cap=0, min_new=0, flags=int(RowFlag.LOAD), expected_hit=ANY_HIT)
         result = self._apply(admits=[row])
         status = AdmitStatus(result.admit_status[0])
         if status is not AdmitStatus.GRANTED:
-            self.counts.refused += status in (AdmitStatus.REFUSED, AdmitStatus.NEVER_FITS)
-            return
-        shadow.held, shadow.since = result.admit_hit[0], self._clock()
-        shadow.job = result.admit_job[0] if result.admit_job else 0
-        shadow.state = State.FETCHING if shadow.job else State.READY
+            reads = any(one.state is State.FETCHING for one in self._shadows.values())
+            waits = status is AdmitStatus.DEFERRED or (status is AdmitStatus.REFUSED and reads)
+            self.counts.refused += not waits
+            return waits
+        shadow.held, shadow.job = result.admit_hit[0], result.admit_job[0]
+        shadow.state = State.FETCHING
+        shadow.tries += 1
+        return True
 
     def _hit_of(self, shadow: Shadow, flags: int = 0, limit: int = UNLIMITED) -> int:
         """Return the hit of a shadow that holds nothing, in tokens: with the disk if `flags` has LOAD."""
@@ -180,15 +186,21 @@ class Planner:
     def take(self, request: Request, tables: Sequence[Sequence[int]], num_external: int) -> None:
         """Copy the hit of a shadow into the blocks that vLLM has taken for it."""
         shadow = self._shadow_of(request)
-        if shadow is None or shadow.state is not State.READY or not num_external:
+        if shadow is None or shadow.state is not State.IDLE or not num_external:
             return
-        copies = self._copies(shadow, tables, shadow.asked, shadow.asked + num_external, to_device=True)
-        if copies is None:
+        end = shadow.asked + num_external
+        row = AdmitRow(shadow.slot, cap=0, min_new=0, expected_hit=end, hit_limit=end)
+        is_held = self._apply([self._progress(shadow)], admits=[row]).admit_status[0] == AdmitStatus.GRANTED
+        shadow.held, shadow.tries, shadow.state = end if is_held else 0, 0, State.LOADING
+        copies = self._copies(shadow, tables, shadow.asked, end, to_device=True) if is_held else None
+        self._loads[request.request_id] = copies
+        if copies is not None:
+            self.counts.loaded_tokens += num_external
+        elif is_held:
             self.counts.mismatched += 1
             _log.error("request %s is computed: its hit has other blocks than vLLM", request.request_id)
-        self._loads[request.request_id] = copies
-        shadow.state = State.LOADING
-        self.counts.loaded_tokens += num_external
+        else:
+            self.counts.refused += 1
 
     # -- what is computed --------------------------------------------------------------------------------------------
 
@@ -209,13 +221,17 @@ class Planner:
 
     def _saves(self, output: SchedulerOutput) -> list[Copies]:
         """Let shadows hold what their requests compute in this step; returns what is copied for that."""
-        facts, runs, grows, new = list[Update](), list[RunRow](), list[_Grows](), list[tuple[Shadow, int, int]]()
+        facts, runs, grows, new = list[Update](), list[RunRow](), list[_Grows](), list[tuple[int, _Grows]]()
         shadows, unit, scheduled = self._shadows, self._unit, output.num_scheduled_tokens
+        states: Mapping[int, int] = {}
         for name, computed in _computed(output):
             shadow = shadows.get(name)
             if shadow is None or computed + scheduled[name] < shadow.held + unit:
                 continue  # no block is full that was not: so are most decodes
             end = self._end_of(shadow, computed + scheduled[name])
+            if self._state_groups:
+                end, states = self._state_of(name, end, output)
+                computed = end  # of the states before it none is copied
             if not end:
                 continue
             if shadow.state is State.FETCHING:
@@ -223,13 +239,13 @@ class Planner:
             if shadow.state is State.IDLE:
                 computed += -computed % self._unit  # whole units, of which vLLM has all blocks that follow
                 if computed <= end:
-                    new.append((shadow, computed, end))
+                    new.append((computed, _Grows(shadow, 0, end, states)))
                 continue
             shadow.state = State.RUNNING
             if end > shadow.held:
                 facts.append(self._progress(shadow))
                 runs.append((shadow.slot, end - shadow.num_tokens, 0, -1, 0, 0))
-                grows.append(_Grows(shadow, shadow.held, end))
+                grows.append(_Grows(shadow, shadow.held, end, states))
         done = [granted > 0 for granted in self._apply(facts, runs).granted] if runs else []
         for one in new:
             is_done, grown = self._begin(*one)
@@ -239,13 +255,26 @@ class Planner:
         found = [(one.shadow, self._grown(one, is_done, output)) for one, is_done in zip(grows, done, strict=True)]
         return list(chain.from_iterable(copies for shadow, copies in found if shadow.slot not in self._lost))
 
-    def _begin(self, shadow: Shadow, computed: int, end: int) -> tuple[bool, _Grows]:
+    def _begin(self, computed: int, one: _Grows) -> tuple[bool, _Grows]:
         """Let a shadow that holds nothing hold what its request has, and what it computes."""
-        hit = self._hit_of(shadow, limit=computed)
-        cap = end - computed
-        row = AdmitRow(shadow.slot, external=computed - hit, cap=cap, min_new=0, expected_hit=hit, hit_limit=computed)
+        slot, hit = one.shadow.slot, self._hit_of(one.shadow, limit=computed)
+        row = AdmitRow(
+            slot, external=computed - hit, cap=one.end - computed, min_new=0, expected_hit=hit, hit_limit=computed
+        )
         status = self._apply(admits=[row]).admit_status[0]
-        return status == AdmitStatus.GRANTED, _Grows(shadow, hit, end)
+        return status == AdmitStatus.GRANTED, replace(one, first=hit)
+
+    def _state_of(self, name: str, end: int, output: SchedulerOutput) -> tuple[int, Mapping[int, int]]:
+        """Return up to where the states of a request are kept that vLLM offers with this step, and their blocks by
+        group; 0 if there are none.
+        """
+        found: dict[int, dict[int, int]] = {0: {}}
+        assert output.kv_connector_block_state is not None, "vLLM gives it where there is a connector"
+        for group, block, at in output.kv_connector_block_state.boundary_state_offloads.get(name, ()):
+            if at <= end and not at % self._unit:
+                found.setdefault(at, {})[group] = block
+        last = max(at for at, blocks in found.items() if not at or len(blocks) == len(self._state_groups))
+        return last, found[last]
 
     def _end_of(self, shadow: Shadow, end: int) -> int:
         """Return up to where a shadow follows: whole units of tokens whose hashes are known."""
@@ -262,7 +291,9 @@ class Planner:
             self._end(shadow, End.PREEMPTED)
             return []
         shadow.state, shadow.held = State.RUNNING, one.end
-        theirs = _tables(state, shadow.request.request_id)
+        theirs = [*_tables(state, shadow.request.request_id)]
+        for group, block in one.states.items():
+            theirs[group] = [0] * (one.end // self._sizes[group] - 1) + [block]
         copies = self._copies(shadow, theirs, one.first, one.end)
         if copies is None:
             self.counts.unsaved += 1
@@ -324,7 +355,7 @@ class Planner:
         for name in loaded:
             shadow = self._shadows.get(name)
             if shadow is not None and shadow.state is State.LOADING:
-                shadow.state = State.RUNNING
+                shadow.state = State.RUNNING if shadow.held else State.IDLE
                 if shadow.is_over:
                     self._end(shadow, End.FREE)
 
@@ -383,11 +414,12 @@ class Planner:
         shadow.num_hashes += len(digests)
         return Update(shadow.slot, appended=appended, digests=digests)
 
-    def _end(self, shadow: Shadow, end: End, evicted: Sequence[int] = ()) -> None:
+    def _end(self, shadow: Shadow, end: End) -> None:
         """End a shadow (FREE), or let it hold nothing (PREEMPTED)."""
-        if shadow.state is not State.IDLE or end is End.FREE:
-            self._apply([Update(shadow.slot, end=end)], cache=Cache(evicted=list(evicted)))
+        holds = shadow.held > 0
         shadow.state, shadow.held, shadow.job = State.IDLE, 0, 0
+        if holds or end is End.FREE:
+            self._apply([Update(shadow.slot, end=end)])
         if end is End.FREE:
             del self._shadows[shadow.request.request_id], self._by_slot[shadow.slot]
             self._free_slots.append(shadow.slot)
@@ -412,18 +444,17 @@ class Planner:
         return result
 
     def _take_ends(self) -> None:
-        """Take the ends of loads from the disk."""
+        """Take the ends of loads from the disk. What was read stays in host memory, and nothing holds it."""
         done, preempted = self.host.take_ends()
         for job in done:
-            for shadow in self._by_slot.values():
+            for shadow in [*self._by_slot.values()]:
                 if shadow.job == job and shadow.state is State.FETCHING:
-                    shadow.state, shadow.job = State.READY, 0
                     self.counts.fetched_loads += 1
+                    self._end(shadow, End.PREEMPTED)
         for slot in preempted:
             one = self._by_slot.get(slot)
             if one is not None and one.state is State.FETCHING:
                 one.state, one.held, one.job = State.IDLE, 0, 0
-                one.tries += 1
                 self.counts.failed_loads += 1
 
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
-
-from torch import Tensor
 
 from kvplane.base.errors import FailedPrecondition, OutOfMemory
 from kvplane.base.job_table import JobTable, job_table_bytes, rows_for
@@ -18,7 +15,7 @@ from kvplane_kernels.torch_ops import TorchOps
 from kvplane_vllm.tiers import disk
 from kvplane_vllm.tiers.copier import Copier, Task
 from kvplane_vllm.tiers.kept import content_of
-from kvplane_vllm.tiers.layout import device_pages, host_plan, row_bytes
+from kvplane_vllm.tiers.layout import Views, device_pages, host_plan, row_bytes
 from kvplane_vllm.tiers.messages import Progress, Ready, StepOrders
 from kvplane_vllm.tiers.settings import FIELD, Settings, tiers_of
 from kvplane_worker.memory import free_host_bytes, pin_host_memory
@@ -36,7 +33,7 @@ class TierRank:
     """One rank."""
 
     def __init__(
-        self, config: VllmConfig, cache: KVCacheConfig, settings: Settings, views: Mapping[str, Tensor], number: int = 0
+        self, config: VllmConfig, cache: KVCacheConfig, settings: Settings, views: Views, number: int = 0
     ) -> None:
         """Allocate the tiers of the rank of this number. Raises WrongLayout, and OutOfMemory for host memory."""
         self._overlaps = not config.use_v2_model_runner  # which zeroes and copies pages before it calls the connector
@@ -121,7 +118,7 @@ class TierRank:
             self._disk.close()
 
     @staticmethod
-    def _content(config: VllmConfig, cache: KVCacheConfig, views: Mapping[str, Tensor]) -> bytes:
+    def _content(config: VllmConfig, cache: KVCacheConfig, views: Views) -> bytes:
         try:
             return content_of(config, cache, views)
         except FailedPrecondition as error:

@@ -150,8 +150,6 @@ def check_groups(config: KVCacheConfig) -> None:
             why = "vLLM computes the last window of its hits again"
         elif not spec.has_layer_views:
             why = "its pages are not placed by layer"
-        if config.has_mamba_layers:
-            why = why or "there was no test with recurrent states"
         if why:
             raise InvalidArgument(
                 f"kvplane's tiers hold no {type(spec).__name__} of layers {', '.join(group.layer_names[:3])}: {why}",
