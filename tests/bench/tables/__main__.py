@@ -61,15 +61,15 @@ def main() -> int:
         runs = [(table, run) for table in given.only if table in TABLES for run in TABLES[table]]
         with multiprocessing.get_context("spawn").Pool(given.processes) as pool:
             if "users" in given.only:
-                cells = [(hybrid, host) for host in (False, True) for hybrid in (False, True)]
-                results["users"] = pool.starmap(falls_after, cells, chunksize=1)
+                results["users"] = pool.map(falls_after, (False, True), chunksize=1)
             found = pool.imap(stages_of, [run for _, run in runs])
             for (table, run), stages in zip(runs, found, strict=True):
                 results.setdefault(table, {})[key_of(run)] = stages
                 last = stages[-1]
                 print(f"{table}: {key_of(run)}: {last['throughput']:,.0f} tokens/s, TTFT {last['ttft_s']:.2f} s at "
                       f"{last['rate']} QPS", file=sys.stderr, flush=True)  # fmt: skip
-        results["machine"] = machine_line()
+        if "fleet" in given.only:
+            results["machine"] = machine_line()  # of the table whose speed is printed
         JSON.write_text(json.dumps(results, indent=1) + "\n")
     print(write(results))
     return 0

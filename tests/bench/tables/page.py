@@ -155,14 +155,11 @@ def traces_table(results: Results) -> list[str]:
 def users_table(results: Results) -> list[str]:
     """Users that still hit."""
     rows = []
-    cells = [(tier, hybrid) for tier in ("GPU", "GPU + CPU") for hybrid in (False, True)]
-    for (tier, hybrid), users in zip(cells, results["users"], strict=True):
-        (last, first), before, after = published.USERS[tier, hybrid]
+    for hybrid, users in zip((False, True), results["users"], strict=True):
+        (last, first), before, after = published.USERS["GPU", hybrid]
         fall = f"{before},000 to {after},000 tokens/s between {last} and {first} users"
-        step = USERS_STEP[tier != "GPU"]
-        name = f"{tier}, {'hybrid' if hybrid else 'uniform'}"
-        rows.append([name, fall, f"between {users} and {users + step} users"])
-    return table(["memory", "published", "predicted: all hit, few hit"], rows)
+        rows.append(["hybrid" if hybrid else "uniform", fall, f"between {users} and {users + USERS_STEP} users"])
+    return table(["cache", "published", "predicted: all hit, few hit"], rows)
 
 
 @cache

@@ -1,6 +1,7 @@
-"""How many users of 16k-token prompts, in turn, still hit: one server of gpt-oss-120b with TP 4, real core and tiers.
+"""How many users of 16k-token prompts, in turn, still hit: one server of gpt-oss-120b with TP 4, on the real core.
 
-The published figure has the throughput; here is the number of users at which it falls, which memory alone decides.
+The published figure has the throughput; here is the number of users at which it falls, which memory alone decides. How
+much host memory that server had was not published, so there is no prediction with tiers.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from kvplane.base.groups import GroupKind, GroupSpec, ReplicaSpec, TierKind, TierSpec
+from kvplane.base.groups import GroupKind, GroupSpec, ReplicaSpec
 from kvplane_plan.models.sizing import gpu_bytes
 from kvplane_tools.replay.engine import Engine
 from kvplane_tools.replay.fleet import Fleet
@@ -19,21 +20,19 @@ from tests.bench.tables.fleet import PAGE_BYTES, spec_of
 from tests.bench.tables.model import BUDGET, DENSE_BYTES, EXPERT_BYTES
 from tests.bench.tables.published import BLOCK, MEMORY_SHARE
 
-RANKS, PROMPT, CONCURRENT, MOST_USERS = 4, 16_384, 80, 1200
-USERS_STEP = (50, 100)  # without a host tier and with one
-# assumed: memory for activations and graphs of each rank, and the host memory, which only the figure shows
-ACTIVATIONS_BYTES, HOST_BYTES = 4 << 30, 512e9
+RANKS, PROMPT, CONCURRENT, USERS_STEP, MOST_USERS = 4, 16_384, 80, 50, 1200
+ACTIVATIONS_BYTES = 4 << 30  # assumed: memory for activations and graphs of each rank
 LEAST_SHARE = 0.5  # of the tokens that hit, below which the throughput has fallen
 
 
-def spec(hybrid: bool, host: bool) -> ReplicaSpec:
+def spec(hybrid: bool) -> ReplicaSpec:
     """Return the server; without the hybrid allocator all layers keep every token."""
     rank = gpu_bytes("h100", MEMORY_SHARE) - ACTIVATIONS_BYTES
     pool, page = RANKS * rank - DENSE_BYTES - EXPERT_BYTES, PAGE_BYTES if hybrid else 2 * PAGE_BYTES
     found = spec_of(pool * PAGE_BYTES / page)
     if not hybrid:
         found = replace(found, groups=(GroupSpec(GroupKind.FULL_ATTENTION, BLOCK),))
-    return replace(found, tiers=(TierSpec(TierKind.HOST, int(HOST_BYTES / page)),) if host else ())
+    return found
 
 
 def _round(users: int, number: int) -> Iterator[TraceRequest]:
@@ -42,13 +41,13 @@ def _round(users: int, number: int) -> Iterator[TraceRequest]:
         yield TraceRequest(f"{number} {user}", 0.0, "", TokenSource((Span(user, 0, PROMPT),)), answer)
 
 
-def falls_after(hybrid: bool, host: bool) -> int:
+def falls_after(hybrid: bool) -> int:
     """Return the most users that hit. Their number grows: at each level all prompts are sent twice, and hits of the
     second time count, so that most prompts have hit before when others are computed.
     """
     config = EngineConfig(CONCURRENT, BUDGET, max_output=1)
-    engine, step = Engine(CoreSession(spec(hybrid, host)), config, CostModel(10**9, 0, 0)), USERS_STEP[host]
-    for users in range(step, MOST_USERS + 1, step):
+    engine = Engine(CoreSession(spec(hybrid)), config, CostModel(10**9, 0, 0))
+    for users in range(USERS_STEP, MOST_USERS + 1, USERS_STEP):
         hits = list[int]()
         for number in range(2):
             fleet = Fleet([engine], _round(users, number))
@@ -56,5 +55,5 @@ def falls_after(hybrid: bool, host: bool) -> int:
                 pass
             hits.append(engine.tally.hit_tokens)
         if hits[1] - hits[0] < LEAST_SHARE * users * PROMPT:
-            return users - step
+            return users - USERS_STEP
     return MOST_USERS
