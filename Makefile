@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-engine test quick test-kernels test-chart test-nightly test-all check format lint types contracts chart docs reference proto proto-check proto-baseline pytest \
-	bench bench-overhead bench-gpu bench-store bench-peer replay-all policies mixtures tiers tables conformance-live vllm-env demo-vllm test-vllm sglang-env test-sglang faults fuzz fuzz-core sim soak clean
+	bench bench-overhead bench-gpu bench-store bench-peer replay-all policies mixtures tiers peers tables conformance-live vllm-env demo-vllm test-vllm sglang-env test-sglang faults fuzz fuzz-core sim soak clean
 
 PYTHON := .venv/bin/python
 RUNTIME := .venv/kvplane-runtime
@@ -132,6 +132,9 @@ tiers: $(DEV)  ## figures N1 to N10 of tiers with their goals, damaged slots, pl
 
 tables: $(DEV)  ## published results of a fleet with tiers, predicted on the core in virtual time, and what kvplane adds; writes docs/published.md (10 minutes on 2 quiet cores)
 	@$(PYTHON) -m tests.bench.tables
+
+peers: $(DEV)  ## prompts that move between three engines whose peers give wrong bytes, die, come back and forget; planted faults (REQUESTS=150 SEED=1)
+	@$(PYTHON) -m tests.peers --requests $(or $(REQUESTS),150) --seed $(or $(SEED),1)
 
 sim: $(DEV)  ## simulate the product under faults on a virtual clock (SEEDS=200 SEED_BASE=1 JOBS=4); equal seeds give equal runs
 	@$(PYTHON) -m tests.sim --seeds $(SEEDS) --base $(SEED_BASE) $(if $(JOBS),--jobs $(JOBS))

@@ -30,6 +30,7 @@ from kvplane_kernels.select import AUTO, Choice, choose
 from kvplane_worker.lending.holdings import Holdings
 from kvplane_worker.lending.rundir import RunDir, default_run_dir, shared_prefix
 from kvplane_worker.memory import check_device, use_device
+from kvplane_worker.rpc.arenas import PeersOfWorker
 from kvplane_worker.rpc.server import WorkerServer
 from kvplane_worker.rpc.servicer import ServedRank, WorkerServicer
 from kvplane_worker.tiers import TierOptions, start_movers, use_of
@@ -142,6 +143,7 @@ class WorkerProcess:
         self._served: ServedRank | None = None
         self._servicer: WorkerServicer | None = None
         self._server: WorkerServer | None = None
+        self._peers: PeersOfWorker | None = None
 
     def _tested_backend(self) -> Choice:
         test = partial(prove_in_subprocess, stop=self._stop.requested)
@@ -180,8 +182,11 @@ class WorkerProcess:
                 content = assignment.content_id, options.rank
                 name = shared_prefix(run_dir.path).rstrip("-")
                 left = run_dir.left, run_dir.forget_left
-                where = TierOptions(tiers, options.disk, name, *content, *left, options.most_bytes)
+                where = TierOptions(
+                    tiers, options.disk, name, *content, *left, options.most_bytes, assignment.namespace
+                )
                 self._served.movers = start_movers(holdings, where, self._backend.ops)
+                self._peers = PeersOfWorker.of(self._served.movers.tiers, run_dir.path)
             self._update_info(state=WorkerState.READY, incarnation=holdings.stamps.incarnation, digest=plan.digest())
         run_dir.forget_left()
         self._servicer = WorkerServicer(self._served)
@@ -243,6 +248,8 @@ class WorkerProcess:
         lent = self._servicer is not None and self._servicer.attached_pid != 0
         if self._servicer is not None:
             self._servicer.close()
+        if self._peers is not None:
+            self._peers.close()
         if self._served is not None and self._served.movers is not None:
             self._served.movers.close(keep=not lent, erase=is_gone)
         if self._served is not None and self._served.memory is not None:
@@ -288,7 +295,11 @@ class WorkerProcess:
             return ALONE_S
         self._update_info()
         try:
-            return self._service.renew_worker(self._options.replica, self._served.info) / 1000
+            renewal = self._service.renew_worker(self._options.replica, self._served.info)
+            if self._peers is not None and self._peers.read_only(renewal.peers):
+                self._update_info()  # the engine learns of a peer once its workers can read it
+                renewal = self._service.renew_worker(self._options.replica, self._served.info)
+            return renewal.lease_ms / 1000
         except FINAL:
             raise
         except NotFound:
@@ -346,6 +357,8 @@ class WorkerProcess:
             plan_digest=digest or info.plan_digest,
             owner_epoch=memory.stamps.owner_epoch if memory is not None else 0,
             tiers=tuple(use_of(tier) for tier in movers.tiers) if movers is not None else (),
+            host_incarnation=self._peers.incarnation if self._peers is not None else b"",
+            mapped=self._peers.mapped if self._peers is not None else (),
         )
 
     def _deregister(self, worker_id: int) -> bool:

@@ -16,12 +16,10 @@ RESULTS = ("Declined", "Prefetched", "Retained", "PartResult")
 COUNTED = {"extra_keys": "num_extra_keys", "traceparent": "num_traceparents"}
 
 STRUCTS_TOP = """
-// The sections of a step, and tables of its result, in columns: one entry per row, or none where every row has the
-// default.
+// The sections of a step, and tables of its result, in columns: one entry per row, or none for the default.
 #pragma once
 
 #include "section_fields.h"
-
 namespace kvplane {"""
 
 

@@ -17,7 +17,7 @@ STEP = "kvplane/v1/step.proto"
 U32, I32, U64, BITS = options.U32, options.I32, options.U64, options.BITS
 COLUMN: Any = options.column  # the stub of an extension does not have its type
 # What a step consists of, but for the image of `Resume`, which is no section of rows.
-SECTIONS = ("Facts", "Cache", "News", "Run", "Admit", "Peek", "Prefetch", "Retain", "Budget")
+SECTIONS = ("Facts", "Cache", "Peers", "News", "Run", "Admit", "Peek", "Prefetch", "Retain", "Budget")
 NAMES = {U32: "u32", I32: "i32", U64: "u64", BITS: "u64"}
 # How comments say these defaults, where they do not write the number.
 WORDS = {(1 << 32) - 1: ("no limit", "4294967295"), -1: ("-1", "all"), 0: ("0",)}

@@ -11,15 +11,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from kvplane.base.errors import AlreadyExists, InvalidArgument, KvplaneError, LimitExceeded, NotFound
-from kvplane.base.groups import EvictionPolicy, ReplicaSpec
+from kvplane.base.groups import EvictionPolicy, ReplicaSpec, TierKind
 from kvplane.base.rank_plan import RankPlan
 from kvplane_core.face.interface import ReplicaCore
 from kvplane_service.config import Config
 from kvplane_service.decisions.packed_log import LogBudget
 from kvplane_service.replicas.engine_lives import Clock
 from kvplane_service.replicas.host import ReplicaHost, new_replica
+from kvplane_service.replicas.peers import Member, Namespace
 from kvplane_service.replicas.recent import Recent
-from kvplane_service.replicas.workers import WorkerRoster
+from kvplane_service.replicas.workers import TiersOfWorkers, WorkerRoster
 from kvplane_service.runtime.executors import Executor, Offload
 from kvplane_service.unary.hashing import ContentHasher
 from kvplane_service.unary.service import UnaryCalls
@@ -58,6 +59,14 @@ class Registration:
         namespace = hashlib.blake2b(self.namespace_digest, digest_size=8).digest()
         return namespace + self.nonce.to_bytes(8, "little") if self.spec.tiers else b""
 
+    @property
+    def namespace(self) -> bytes:
+        """As `Assignment.namespace`."""
+        spec = self.spec.normalized
+        named = [self.registered_by, self.namespace_digest, self.num_ranks, spec.hash_algorithm.value]
+        named += [spec.hash_block_size, spec.groups, [plan.digest() for plan in self.plans]]
+        return hashlib.blake2b(repr(named).encode(), digest_size=16).digest() if spec.tiers else b""
+
     def agrees_with(self, other: Registration) -> bool:
         """Whether both registrations describe the same replica."""
         mine, others = (replace(one, spec=one.spec.normalized) for one in (self, other))
@@ -75,6 +84,7 @@ class Entry:
         workers: the workers of the ranks.
         offload: thread for long steps and calls, which all replicas share.
         recent: samples of the last hour.
+        namespace: the replicas that may read each other's host tiers; None if this one has none.
     """
 
     registration: Registration
@@ -83,6 +93,7 @@ class Entry:
     workers: WorkerRoster
     offload: Offload
     recent: Recent = field(default_factory=Recent)
+    namespace: Namespace | None = None
 
     def extend_leases(self, late_ns: int) -> None:
         """Extend every lease of the replica by `late_ns` nanoseconds, in which the process could not
@@ -117,6 +128,7 @@ class Registry:
         self.logs = LogBudget(config.log_bytes)
         self.max_replicas, self.num_expired = config.max_replicas, 0
         self._entries: dict[str, Entry] = {}
+        self._namespaces: dict[bytes, Namespace] = {}
         self._watchers: list[Callable[[Entry], None]] = []
         self._removal_watchers: list[Callable[[str], None]] = []
 
@@ -202,14 +214,25 @@ class Registry:
                 registration = replace(registration, nonce=secrets.randbits(64) or 1)
             host = ReplicaHost(name, replica, self._config, self._clock, registration.num_ranks, self.logs)
             lease_ms = self._config.worker_lease_ms
-            tiers = registration.spec.tiers, registration.content_id
-            workers = WorkerRoster(registration.plans, registration.num_ranks, lease_ms, self._clock, *tiers)
+            tiers = TiersOfWorkers(registration.spec.tiers, registration.content_id, registration.namespace)
+            workers = WorkerRoster(registration.plans, registration.num_ranks, lease_ms, self._clock, tiers)
             unary = UnaryCalls(host, self._config, self._hasher, self._offload)
-            entry = Entry(registration, host, unary, workers, self._offload)
+            namespace = self._join(registration, host, workers)
+            entry = Entry(registration, host, unary, workers, self._offload, namespace=namespace)
             self._entries[name] = entry
             for watcher in self._watchers:
                 watcher(entry)
         return entry
+
+    def _join(self, registration: Registration, host: ReplicaHost, workers: WorkerRoster) -> Namespace | None:
+        spec = registration.spec
+        if not spec.tiers or spec.tiers[0].kind is not TierKind.HOST or not spec.events:
+            return None  # without events the keys of its host tier are unknown
+        namespace = self._namespaces.setdefault(registration.namespace, Namespace())
+        member = Member(host, spec, registration.num_ranks, workers)
+        namespace.join(member)
+        host.join(namespace, member)
+        return namespace
 
     def watch(self, watcher: Callable[[Entry], None]) -> None:
         """Call `watcher` with every replica that is added from now on."""
@@ -239,8 +262,13 @@ class Registry:
         Raises:
             NotFound: no such replica.
         """
-        host = self.get(name).host
+        entry = self.get(name)
+        host = entry.host
         del self._entries[name]
+        if entry.namespace is not None:
+            entry.namespace.leave(name)
+            if not len(entry.namespace):
+                self._namespaces.pop(entry.registration.namespace, None)
         host.retire(reason)
 
     def page(self, after: str, size: int) -> list[Entry]:

@@ -16,11 +16,14 @@ def record(rows: Sequence[JobRow]) -> bytes:
         names: Sequence[str]
         values: Sequence[int]
         if row.kind == JobKind.LOAD:
-            names, values = LOAD_COLUMNS, (row.job, row.tier, row.slot, row.version, row.block, row.group, row.stamp)
+            names, values = (
+                LOAD_COLUMNS,
+                (row.job, row.tier, row.slot, row.version, row.block, row.group, row.stamp, row.key),
+            )
         elif row.kind == JobKind.SAVE:
-            names, values = SAVE_COLUMNS, (row.job, row.block, row.group, row.stamp, row.tier, row.slot)
+            names, values = SAVE_COLUMNS, (row.job, row.block, row.group, row.stamp, row.tier, row.slot, row.key)
         else:
-            names, values = MOVE_COLUMNS, (row.job, row.tier, row.slot, row.version, row.block, row.stamp)
+            names, values = MOVE_COLUMNS, (row.job, row.tier, row.slot, row.version, row.block, row.stamp, row.key)
         for name, value in zip(names, values, strict=True):
             getattr(orders, name).append(value)
     return record_of(orders, (first.epoch, first.seq, first.part), {row.job: row.after for row in rows})

@@ -68,16 +68,16 @@ def test_a_full_table_takes_all_rows_or_none(table):
 
 
 def test_columns_of_an_answer_and_lists_give_the_same_record():
-    names = ("save_job", "save_stamp", "save_tier", "save_slot", "save_block", "save_group")
+    names = ("save_job", "save_stamp", "save_key", "save_tier", "save_slot", "save_block", "save_group")
     columns = {name: [at, at + 1, 7] for at, name in enumerate(names)}
-    packed = {name: PackedInts("QQIIII"[at], column) for at, (name, column) in enumerate(columns.items())}
+    packed = {name: PackedInts("QQQIIII"[at], column) for at, (name, column) in enumerate(columns.items())}
     assert record_of(Orders(**columns), (1, 2, 3), {}) == record_of(Orders(**packed), (1, 2, 3), {})
     assert record_of(Orders(), (1, 2, 3), {}) == b""
 
 
 @pytest.mark.parametrize("name", ["save_stamp", "save_group"])
 def test_columns_of_different_lengths_are_refused(name):
-    columns = ("save_job", "save_stamp", "save_tier", "save_slot", "save_block", "save_group")
+    columns = ("save_job", "save_stamp", "save_key", "save_tier", "save_slot", "save_block", "save_group")
     orders = Orders(**{one: [1, 2] for one in columns})
     setattr(orders, name, [1])
     with pytest.raises(InvalidArgument, match=f"{name} 1"):
@@ -156,7 +156,7 @@ def test_a_buffer_without_a_table_is_refused(bad):
 
 def test_a_table_of_another_version_is_refused(table, buffer):
     buffer[8] = 1
-    with pytest.raises(InvalidArgument, match="version 2"):
+    with pytest.raises(InvalidArgument, match="version 3"):
         JobTable(buffer)
 
 

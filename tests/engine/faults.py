@@ -19,7 +19,7 @@ from kvplane_worker.engine.batch import state_index
 from kvplane_worker.engine.engine import Engine
 from kvplane_worker.engine.request import Request
 from kvplane_worker.engine.scheduler import Scheduled
-from kvplane_worker.tiers import HostSlots, Movers
+from kvplane_worker.tiers import HostSlots, Movers, PeerSlots
 
 MakeMover = Callable[[pages.PageBuffers, PagedOps, int], PageMover]
 
@@ -46,6 +46,7 @@ class Fault:
     ops: type[TorchOps] | None = None
     movers: type[Movers] = Movers
     slots: type[HostSlots] = HostSlots
+    peers: type[PeerSlots] = PeerSlots
     raises: str = ""
 
 

@@ -38,6 +38,7 @@ from kvplane_worker.engine.weights import Weights, draw_weights
 from kvplane_worker.pages import PageBuffers
 from kvplane_worker.pages.buffers import allocation_bytes
 from kvplane_worker.tiers import DiskSlots, MoverMemory, Movers, Slots
+from kvplane_worker.tiers.seal import IDENTITY_BYTES
 from tests.engine.backends import Place
 from tests.engine.faults import Fault
 from tests.engine.twin import Twin
@@ -98,7 +99,9 @@ class Pool:
 
 def slots_of(tier: TierSpec, width: int, world: World) -> Slots:
     if tier.kind is TierKind.HOST:
-        return world.fault.slots(tier, width, world.place.device)
+        return world.fault.slots(tier, width, world.place.device, world.namespace)
+    if tier.kind is TierKind.PEERS:
+        return world.fault.peers(tier, width, world.namespace)
     return DiskSlots(tier, width, Path(tempfile.mkdtemp()), f"kvplane-test-{draw_nonce():x}")
 
 
@@ -150,6 +153,7 @@ class World:
         lose_every: launches after which one fails; 0 = never.
         place: device and allocating process of the pages.
         memory: memory by rank; outlives the engines.
+        namespace: names what gives the bytes of slots their meaning.
         movers: of the tiers, by rank, if the pool has any; as long as the memory.
         engine: the engine of the current engine life.
     """
@@ -162,13 +166,15 @@ class World:
     fault: Fault = SOUND
     lose_every: int = 0
     place: Place = Place()  # noqa: RUF009 - frozen
+    namespace: bytes = bytes(IDENTITY_BYTES)
 
     def __post_init__(self) -> None:
         request = pb.RegisterReplicaRequest(replica=self.name, layers=encode_layer_source(self.pool.source))
         spec = plan_source(request).spec
-        self.registry.register(self.name, Registration(spec, self.pool.model.num_ranks, namespace_digest=b"engine"))
-        self.movers: list[Movers] = []
         plan = self.pool.rank_plan
+        entry = Registration(spec, self.pool.model.num_ranks, namespace_digest=b"engine", plans=(plan,))
+        self.registry.register(self.name, entry)
+        self.movers: list[Movers] = []
         self.ops = self.fault.ops() if self.fault.ops else self.ops
         self.memory = [poisoned_memory(plan, rank, self) for rank in range(self.pool.model.num_ranks)]
         self.weights: Weights = draw_weights(self.pool.model)

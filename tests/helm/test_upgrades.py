@@ -15,8 +15,7 @@ from tests.helm.cluster import FIXED, RESOURCES, Cluster, Place, canonical, clus
 
 NAMES = [path.name.removesuffix("-values.yaml") for path in sorted((CHART / "ci").glob("*-values.yaml"))]
 SQLITE = {"type": "sqlite"}
-# Helm upgrades with the values before if none are given.
-SETS: dict[str, dict[str, Any]] = {name: values_of(name) or {"replicas": 1} for name in NAMES} | {
+SETS: dict[str, dict[str, Any]] = {name: values_of(name) for name in NAMES} | {
     "sqlite": {"store": SQLITE},
     "sqlite of 1024Mi": {"store": SQLITE | {"sqlite": {"size": "1024Mi"}}},
     "sqlite of 2Gi": {"store": SQLITE | {"sqlite": {"size": "2Gi"}}},

@@ -122,7 +122,7 @@ def test_a_registered_worker_gets_its_plan_and_is_described(service: Service, wo
     assert assignment.plan == to_rank_plan(plan(LAYERS, num_blocks=500, max_model_len=256))
     assert (assignment.num_ranks, assignment.lease_ms) == (2, 60_000)
     ready = replace(INFO, state=WorkerState.READY, incarnation=2**64 - 1, plan_digest=assignment.plan.digest())
-    assert workers.renew_worker("r", ready) == 60_000
+    assert workers.renew_worker("r", ready).lease_ms == 60_000
     (shown,) = service.describe().workers
     assert (shown.rank, shown.address, shown.pid, shown.device) == (0, "unix:/run/here", 77, "cpu")
     assert (shown.incarnation, shown.state) == (2**64 - 1, plan_pb2.WORKER_STATE_READY)

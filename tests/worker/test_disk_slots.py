@@ -235,7 +235,7 @@ def test_a_file_of_something_else_is_refused_and_not_changed(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "content", [bytes(4096) + b"image of a disk" * 9000, bytes(8) + b"x" * 9000, b"kvptier2" + b"later" * 9000, b"x"]
+    "content", [bytes(4096) + b"image of a disk" * 9000, bytes(8) + b"x" * 9000, b"kvptier3" + b"later" * 9000, b"x"]
 )
 def test_only_an_empty_file_or_one_of_a_tier_is_written(tmp_path: Path, content: bytes):
     (tmp_path / "name").write_bytes(content)

@@ -150,7 +150,7 @@ def test_a_reset_and_an_eviction_outlive_the_worker(rig: Rig):
 def test_a_damaged_index_is_not_used(rig: Rig, tmp_path: Path, damage: str):
     rig.save(1, 3, 7, tier=DISK)
     assert rig.until(1)
-    identity = rig.disk.identity
+    identity = rig.disk.incarnation
     rig.movers.close(keep=True)
     index = tmp_path / "disk" / f"{NAME}.index"
     raw = bytearray(index.read_bytes())

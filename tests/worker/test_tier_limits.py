@@ -16,7 +16,7 @@ from kvplane.base.groups import TierKind, TierSpec
 from kvplane_worker.memory import free_host_bytes, is_in_memory
 from kvplane_worker.tiers import DiskSlots, HostSlots, TierOptions
 from kvplane_worker.tiers.seal import FORMAT
-from kvplane_worker.tiers.start import MOST_AT_ONCE, _check_size, _disk, _host
+from kvplane_worker.tiers.start import MOST_AT_ONCE, _check_size, _slots
 from tests.worker.tier_rig import Rig
 
 HOST, DISK = TierSpec(TierKind.HOST, 4), TierSpec(TierKind.DISK, 4)
@@ -28,7 +28,7 @@ def slots(spec, folder=None, width=WIDTH, most=None):
     _check_size(options, 0, width)
     buffers = SimpleNamespace(plan=SimpleNamespace(digest=lambda: "plan"), memory=torch.zeros(1))
     holdings: Any = SimpleNamespace(buffers=buffers)
-    return _host(spec, width, holdings) if spec.kind is TierKind.HOST else _disk(options, 0, width, holdings)
+    return _slots(options, 0, width, holdings)
 
 
 def names_remedy(error: KvplaneError, field: str) -> None:

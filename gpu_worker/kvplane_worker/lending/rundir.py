@@ -6,6 +6,7 @@ token        secret that engines send; a process that can read it runs as the sa
 worker.json  worker id and pid of the process that holds the lock, or held it last
 worker.sock  Unix socket of the gRPC API kvplane.v1.Worker
 grpc.sock    Unix socket to which the worker passes the connections of worker.sock on
+arena.sock   Unix socket at which workers of peers get the descriptor of the host tier
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from kvplane_worker.memory.folders import make_private
 from kvplane_worker.memory.shared import SHM_FOLDER
 
 SOCKET, GRPC_SOCKET, TOKEN, LOCK, STATE = "worker.sock", "grpc.sock", "token", "lock", "worker.json"
+ARENA_SOCKET = "arena.sock"
 TABLE, LEFT = "-stamps", "-left"  # ends of the names of stamp tables in shared memory
 MAX_SOCKET_CHARS = 107  # most characters of a Unix socket address
 
@@ -141,7 +143,7 @@ class RunDir:
         """Remove the files of this worker or of an earlier worker. Safe, since no other worker uses these files while
         this worker has the lock.
         """
-        for name in (SOCKET, GRPC_SOCKET, TOKEN):
+        for name in (SOCKET, GRPC_SOCKET, ARENA_SOCKET, TOKEN):
             (self.path / name).unlink(missing_ok=True)
         for left in self._shared(""):
             if not left.name.endswith(LEFT):

@@ -2,7 +2,9 @@
 
 seal    what a slot says that it holds, with a checksum
 slots   the slots of a tier, and those in host memory
+arena   the memory of the slots in host memory, which peers map
 disk    the slots in a file
+peers   the slots of other replicas, which are only read
 kept    what a file holds over restarts of its worker
 movers  the threads that carry out the jobs of the job table (`kvplane.base.job_table`)
 start   allocates the tiers of a replica and starts their movers
@@ -10,7 +12,19 @@ start   allocates the tiers of a replica and starts their movers
 
 from kvplane_worker.tiers.disk import DiskSlots
 from kvplane_worker.tiers.movers import MoverMemory, Movers
+from kvplane_worker.tiers.peers import Peer, PeerSlots
 from kvplane_worker.tiers.slots import HostSlots, Slots, use_of
 from kvplane_worker.tiers.start import TierOptions, start_movers
 
-__all__ = ["DiskSlots", "HostSlots", "MoverMemory", "Movers", "Slots", "TierOptions", "start_movers", "use_of"]
+__all__ = [
+    "DiskSlots",
+    "HostSlots",
+    "MoverMemory",
+    "Movers",
+    "Peer",
+    "PeerSlots",
+    "Slots",
+    "TierOptions",
+    "start_movers",
+    "use_of",
+]

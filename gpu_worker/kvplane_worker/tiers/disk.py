@@ -28,7 +28,8 @@ from kvplane_worker.tiers.kept import Kept, kept_of, read_index, remove_index, w
 from kvplane_worker.tiers.seal import HEADER_BYTES, IDENTITY_BYTES, Content, held_in
 from kvplane_worker.tiers.slots import ALIGNMENT_BYTES, Fill, SlotCounts, aligned
 
-MAGIC = b"kvptier1"
+MAGIC = b"kvptier2"
+_EARLIER = b"kvptier1"  # its seals did not name keys: such a file begins empty
 _CONTENT = struct.Struct(f"<8s{IDENTITY_BYTES}sQQ")  # magic, content, number of slots, bytes of a slot
 FAILURES = 3  # in a row, after which the disk is left alone for a while
 PAUSE_S = 30.0
@@ -47,7 +48,7 @@ class DiskSlots:
 
     Attributes:
         path: the file.
-        identity: names the content of the file, for the seals; another one whenever the file begins empty.
+        incarnation: names the content of the file; another one whenever the file begins empty.
     """
 
     def __init__(
@@ -69,7 +70,8 @@ class DiskSlots:
         self._failures, self._paused_until = 0, 0.0
         self.path = _private(folder) / name
         self._content = _CONTENT.pack(MAGIC, content, spec.num_blocks, self.slot_bytes)
-        self.identity = content
+        self._namespace = content
+        self.incarnation = content
         try:
             self._file, self.is_direct = _open(self.path)
         except OSError as error:
@@ -89,7 +91,12 @@ class DiskSlots:
     @property
     def number(self) -> int:
         """A number, not 0, that names the content of the file, in stamp tables."""
-        return int.from_bytes(self.identity[:8], "little") or 1
+        return int.from_bytes(self.incarnation[:8], "little") or 1
+
+    @property
+    def identity(self) -> bytes:
+        """As in `Content`."""
+        return self._namespace + self.incarnation
 
     def take_over(self, left: StampTable | None, first: int = 0) -> Kept | None:
         """Return what the file holds for an equal tier: according to its index, else to `left`, the table of a worker
@@ -98,7 +105,7 @@ class DiskSlots:
         """
         if not self._is_equal():
             return None
-        kept = read_index(self._index, self.identity, self.spec.num_blocks)
+        kept = read_index(self._index, self.incarnation, self.spec.num_blocks)
         if kept is None and left is not None and left.disk_incarnation == self.number:
             return kept_of(left, first, self.spec.num_blocks)
         return kept
@@ -119,9 +126,9 @@ class DiskSlots:
             if self._may_hold:
                 os.ftruncate(self._file, 0)
                 self._reserve()
-            self.identity = secrets.token_bytes(IDENTITY_BYTES)  # no seal of earlier content fits
+            self.incarnation = secrets.token_bytes(IDENTITY_BYTES)  # no seal of earlier content fits
             buffer, _ = self._buffer(1, 0)
-            buffer[: _CONTENT.size + IDENTITY_BYTES] = self._content + self.identity
+            buffer[: _CONTENT.size + IDENTITY_BYTES] = self._content + self.incarnation
             if not self._does(os.pwritev, [buffer], 0):
                 problem = f"{self.path} cannot be written"
                 raise InvalidArgument(problem, field="--disk", remedy="give a folder on another disk")
@@ -133,11 +140,11 @@ class DiskSlots:
             ) from None
 
     def _is_equal(self) -> bool:
-        """Whether the file was written for an equal tier; then its identity is that of this one."""
+        """Whether the file was written for an equal tier; then its incarnation is that of this one."""
         head, size = self._head(), _CONTENT.size
         if head is None or head[:size] != self._content:
             return False
-        self.identity = bytes(head[size : size + IDENTITY_BYTES])
+        self.incarnation = bytes(head[size : size + IDENTITY_BYTES])
         return True
 
     @property
@@ -155,7 +162,7 @@ class DiskSlots:
         if is_ours and not info.st_size:
             return
         head = self._head() if is_ours else None
-        if head is None or head[: len(MAGIC)] != MAGIC:
+        if head is None or head[: len(MAGIC)] not in (MAGIC, _EARLIER):
             raise InvalidArgument(
                 f"{self.path} is no file of a disk tier of this user",
                 field="--disk",
@@ -242,7 +249,7 @@ class DiskSlots:
                 _log.info("%s: erased", self.path)
             elif kept is not None:
                 os.fsync(self._file)  # else a crash of the host could leave an index that is newer than the slots
-                write_index(self._index, self.identity, kept)
+                write_index(self._index, self.incarnation, kept)
         except OSError as error:
             _log.warning("%s keeps nothing for the next worker: %s", self.path, error)
         finally:

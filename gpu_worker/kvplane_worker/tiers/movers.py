@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from kvplane.base.errors import FailedPrecondition
+from kvplane.base.groups import TierKind
 from kvplane.base.job_table import JobKind, JobRow, JobTable
 from kvplane.base.stamp_table import StampTable
 from kvplane_kernels.interface import PageOps
@@ -293,7 +294,7 @@ class Movers:
     def _load(self, piece: list[JobRow]) -> bool:
         first = piece[0]
         tier, pages = self._place.tiers[first.tier], self._place.pages.group(first.group)
-        contents = [self._content(row.tier, row.slot, row.group, row.version) for row in piece]
+        contents = [self._content(row.tier, row.slot, row.group, row.version, row.key) for row in piece]
         rows = tier.read(contents, pages.bytes_per_block)
         if rows is None:
             _log.warning("tier %d: slots %d to %d are not what they should be", first.tier, first.slot, piece[-1].slot)
@@ -345,7 +346,7 @@ class Movers:
                 self._wait()
             return list(map(and_, before, self._are_as_ordered(piece)))
 
-        contents = [self._content(row.tier, row.slot, row.group, row.job) for row in piece]
+        contents = [self._content(row.tier, row.slot, row.group, row.job, row.key) for row in piece]
         good = self._write(contents, pages.bytes_per_block, fill)
         done = [row.job for row in compress(piece, good)]
         tier.counts.saved += len(done)
@@ -356,9 +357,11 @@ class Movers:
     def _move(self, row: JobRow) -> bool:
         source, target = self._place.tiers[row.tier], self._place.tiers[row.block]
         group, num_bytes = source.held(row.slot)
-        payload = source.read([self._content(row.tier, row.slot, group, row.version)], num_bytes)
+        payload = source.read([self._content(row.tier, row.slot, group, row.version, row.key)], num_bytes)
 
         def was_taken() -> bool:
+            if source.spec.kind is TierKind.PEERS:
+                return False  # what was read is a copy, and verified
             # The core may give the slot away while its copy is moved. Then its version is another one, or none, from
             # before the first byte changes on; a slot that still has its version is damaged.
             return self._place.stamps.words[self._place.first_id(row.tier) + row.slot] != row.version
@@ -367,7 +370,7 @@ class Movers:
             source.counts.discarded += was_taken()
             source.counts.refused += not was_taken()
             return False
-        content = self._content(row.block, row.stamp, group, row.job)
+        content = self._content(row.block, row.stamp, group, row.job, row.key)
 
         def fill(to: Tensor) -> list[bool]:
             to.copy_(payload)
@@ -391,8 +394,8 @@ class Movers:
         stamps.write([base + content.slot for content in written], [content.version for content in written])
         return good
 
-    def _content(self, tier: int, slot: int, group: int, version: int) -> Content:
-        return Content(self._place.tiers[tier].identity, tier, slot, group, version)
+    def _content(self, tier: int, slot: int, group: int, version: int, key: int) -> Content:
+        return Content(self._place.tiers[tier].identity, tier, slot, group, version, key)
 
     def _wait(self) -> None:
         """Wait until the device has copied: on a GPU, operations are asynchronous."""

@@ -1,7 +1,9 @@
 """The seal of a slot: a header that says what its bytes are, and a checksum over both.
 
-A slot counts only as what its seal says: another version, page, rank or model, a change of any bit, and bytes that were
-written in part are all detected. The checksum is XXH3-128: it finds damage, and is no proof against a forger.
+A slot counts only as what its seal says: another version, key, page, rank, model or memory, a change of any bit, and
+bytes that were written in part are all detected. So a reader in another process needs no lock: it copies header and
+payload to memory of its own, and verifies them there. The checksum is XXH3-128: it finds damage, and is no proof
+against a forger.
 """
 
 from __future__ import annotations
@@ -11,10 +13,10 @@ from typing import NamedTuple
 
 import xxhash
 
-FORMAT = b"kvpslot1"
+FORMAT = b"kvpslot2"
 IDENTITY_BYTES = 16
 CHECKSUM_BYTES = 16
-_HEADER = struct.Struct(f"<8s{IDENTITY_BYTES}sIIQQ")
+_HEADER = struct.Struct(f"<8s{2 * IDENTITY_BYTES}sIIQQQ")
 HEADER_BYTES = _HEADER.size + CHECKSUM_BYTES
 UNSEALED = bytes(HEADER_BYTES)
 
@@ -23,10 +25,12 @@ class Content(NamedTuple):
     """What a slot holds.
 
     Attributes:
-        identity: 16 bytes that name everything that gives the bytes their meaning: replica, layout of a block, rank.
+        identity: 16 bytes that name what gives the bytes their meaning (weights, layout of a block, rank), and 16 that
+            name the memory, drawn when it begins empty.
         tier, slot: where it is.
         group: KV cache group of the block.
         version: number of the job that wrote it; no other content of the slot ever has it.
+        key: of the block (`Orders.load_key`); 0 if the identity names it.
     """
 
     identity: bytes
@@ -34,11 +38,12 @@ class Content(NamedTuple):
     slot: int
     group: int
     version: int
+    key: int = 0
 
     def seal(self, payload: memoryview) -> bytes:
         """Return the header of these bytes."""
         place = self.tier << 24 | self.group
-        header = _HEADER.pack(FORMAT, self.identity, place, self.slot, self.version, len(payload))
+        header = _HEADER.pack(FORMAT, self.identity, place, self.slot, self.version, self.key, len(payload))
         checksum = xxhash.xxh3_128(header)
         checksum.update(payload)
         return header + checksum.digest()
@@ -46,5 +51,5 @@ class Content(NamedTuple):
 
 def held_in(header: bytes) -> tuple[int, int]:
     """Return the group and the bytes of the payload that a header names, unverified; zeroes if it is none."""
-    form, _, place, _, _, num_bytes = _HEADER.unpack_from(header)
+    form, _, place, _, _, _, num_bytes = _HEADER.unpack_from(header)
     return (place & 0xFFFFFF, num_bytes) if form == FORMAT else (0, 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,12 +15,14 @@ from kvplane.base.errors import OutOfMemory
 from kvplane.base.groups import TierSpec
 from kvplane.base.worker import TierUse
 from kvplane_worker.memory import free_host_bytes, pin_host_memory
+from kvplane_worker.tiers.arena import ALIGNMENT_BYTES as ALIGNMENT_BYTES
+from kvplane_worker.tiers.arena import Arena
+from kvplane_worker.tiers.arena import aligned as aligned
 from kvplane_worker.tiers.kept import Kept
 from kvplane_worker.tiers.seal import HEADER_BYTES, IDENTITY_BYTES, UNSEALED, Content, held_in
 
 Fill = Callable[[Tensor], list[bool]]  # fills rows, and says of each whether it is what it should be
 
-ALIGNMENT_BYTES = 4096
 MOST_OF_FREE = 0.8  # share of the free host memory that a tier may take
 
 
@@ -45,13 +46,16 @@ class Slots(Protocol):
         spec: kind and number of slots.
         slot_bytes: room for the payload of a slot.
         counts: what happened.
-        identity: 16 bytes that name the meaning of the bytes, as in `Content`.
+        identity: names the meaning of the bytes and the memory, as in `Content`.
     """
 
     spec: TierSpec
     slot_bytes: int
-    identity: bytes
     counts: SlotCounts
+
+    @property
+    def identity(self) -> bytes:
+        """See the class."""
 
     def write(self, contents: Sequence[Content], num_bytes: int, fill: Fill) -> list[bool]:
         """Let `fill` write the payloads of consecutive slots, uint8 [len(contents), num_bytes], and seal those whose
@@ -93,16 +97,12 @@ def use_of(tier: Slots) -> TierUse:
     )
 
 
-def aligned(num_bytes: int) -> int:
-    """Return a number of bytes, rounded up to whole pages of memory and of disks."""
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
 class HostSlots:
     """A tier in host memory. See `Slots`."""
 
-    def __init__(self, spec: TierSpec, slot_bytes: int, device: str) -> None:
-        """Allocate the slots, zeroed; a GPU `device` copies from and to them without the processor.
+    def __init__(self, spec: TierSpec, slot_bytes: int, device: str, namespace: bytes = bytes(IDENTITY_BYTES)) -> None:
+        """Allocate the slots, zeroed; a GPU `device` copies from and to them without the processor. `namespace`: names
+        what gives the bytes their meaning, equal in all replicas that may read them.
 
         Raises:
             OutOfMemory: they do not fit into the free memory of the host.
@@ -110,7 +110,7 @@ class HostSlots:
         self.spec = spec
         self.slot_bytes = aligned(slot_bytes)
         self.counts = SlotCounts()
-        self.identity = secrets.token_bytes(IDENTITY_BYTES)  # no slot outlives this memory
+        self.identity = namespace + secrets.token_bytes(IDENTITY_BYTES)  # no slot outlives this memory
         size, free = spec.num_blocks * self.slot_bytes, int(free_host_bytes() * MOST_OF_FREE)
         if size > free:
             raise OutOfMemory(
@@ -119,11 +119,15 @@ class HostSlots:
                 remedy=f"register the replica with a host tier of at most {free // self.slot_bytes} blocks",
                 metadata={"asked": str(size), "free": str(free), "num_blocks": str(free // self.slot_bytes)},
             )
-        self._memory = mmap.mmap(-1, size)
-        self._view = memoryview(self._memory)
+        self.arena = Arena.create(spec.num_blocks, self.slot_bytes)
+        self._view, self._headers = self.arena.rows, self.arena.headers
         self._rows = torch.frombuffer(self._view, dtype=torch.uint8).view(spec.num_blocks, self.slot_bytes)
-        self._headers = bytearray(spec.num_blocks * HEADER_BYTES)
         pin_host_memory(self._rows, device)
+
+    @property
+    def incarnation(self) -> bytes:
+        """16 bytes that name this memory."""
+        return self.identity[IDENTITY_BYTES:]
 
     def write(self, contents: Sequence[Content], num_bytes: int, fill: Fill) -> list[bool]:
         """See `Slots.write`."""
@@ -157,6 +161,7 @@ class HostSlots:
         """See `Slots.close`."""
         del kept, erase
         del self._rows  # the memory is unmapped with the last view of it
+        self.arena.close()
 
     def _payload(self, slot: int, num_bytes: int) -> memoryview:
         first = slot * self.slot_bytes

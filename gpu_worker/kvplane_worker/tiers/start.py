@@ -20,6 +20,7 @@ from kvplane_worker.pages import PageBuffers
 from kvplane_worker.tiers.disk import ENDING, DiskSlots
 from kvplane_worker.tiers.kept import left_table
 from kvplane_worker.tiers.movers import MoverMemory, Movers
+from kvplane_worker.tiers.peers import PeerSlots
 from kvplane_worker.tiers.seal import IDENTITY_BYTES
 from kvplane_worker.tiers.slots import HostSlots, Slots
 
@@ -56,6 +57,7 @@ class TierOptions:
         rank: the rank.
         left: stamp table of a worker of this rank that was killed; b"" = there is none.
         forget_left: removes it, when the stamp table of this worker says the same.
+        namespace: as in `Assignment`.
         most_bytes: limits of the operator by kind of tier; a kind without one has the free memory, or the free disk.
     """
 
@@ -67,6 +69,12 @@ class TierOptions:
     left: bytes = b""
     forget_left: Callable[[], None] = lambda: None
     most_bytes: Mapping[TierKind, int] = field(default_factory=dict)
+    namespace: bytes = b""
+
+    def namespace_of(self, plan: str) -> bytes:
+        """Return what names the meaning of a slot's bytes in all replicas with this plan: for seals."""
+        named = f"{plan} {self.rank}".encode() + self.namespace
+        return blake2b(named, digest_size=IDENTITY_BYTES, person=b"kvplane slots").digest()
 
 
 def start_movers(memory: TierMemory, options: TierOptions, ops: PageOps) -> Movers:
@@ -86,8 +94,7 @@ def start_movers(memory: TierMemory, options: TierOptions, ops: PageOps) -> Move
         slots, first = list[Slots](), pages.num_blocks
         for index, spec in enumerate(options.specs):
             _check_size(options, index, width)
-            is_host = spec.kind is TierKind.HOST
-            made = _host(spec, width, memory) if is_host else _disk(options, index, width, memory)
+            made = _slots(options, index, width, memory)
             slots.append(made)
             cleanup.callback(made.close)
             if isinstance(made, DiskSlots):
@@ -102,6 +109,8 @@ def _check_size(options: TierOptions, index: int, width: int) -> None:
     once.
     """
     spec = options.specs[index]
+    if spec.kind is TierKind.PEERS:
+        return
     slot_bytes, most = spec.kind.slot_bytes(width), options.most_bytes.get(spec.kind)
     if most is not None and spec.num_blocks * slot_bytes > most:
         raise OutOfMemory(
@@ -118,8 +127,13 @@ def _check_size(options: TierOptions, index: int, width: int) -> None:
         )
 
 
-def _host(spec: TierSpec, width: int, memory: TierMemory) -> HostSlots:
-    return HostSlots(spec, width, str(memory.buffers.memory.device))
+def _slots(options: TierOptions, index: int, width: int, memory: TierMemory) -> Slots:
+    spec, namespace = options.specs[index], options.namespace_of(memory.buffers.plan.digest())
+    if spec.kind is TierKind.HOST:
+        return HostSlots(spec, width, str(memory.buffers.memory.device), namespace)
+    if spec.kind is TierKind.PEERS:
+        return PeerSlots(spec, width, namespace)
+    return _disk(options, index, width, memory)
 
 
 def _take_over(slots: DiskSlots, first: int, stamps: StampTable, options: TierOptions) -> None:

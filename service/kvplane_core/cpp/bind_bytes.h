@@ -103,7 +103,7 @@ inline Int NumRows(const Part& part) {
     size_t rows = part.facts.slot.size() + part.news.slot.size() + part.run.slot.size() + part.admit.slot.size() +
                   part.peek.slot.size() + part.prefetch.slot.size() + part.run.victims.size() +
                   part.cache.failed_steps.size() + part.cache.evicted.size() + part.cache.released.size() +
-                  part.retain.num_hashes.size();
+                  part.retain.num_hashes.size() + part.peers.gone.size() + part.peers.slot.size();
     if (part.resume) rows += part.resume->slot.size() + part.resume->held_slot.size();
     return static_cast<Int>(std::max<size_t>(1, rows));
 }

@@ -11,7 +11,7 @@ inline size_t BytesToPack(const Part& part, const PartResult& result) {
     constexpr size_t kOthers = 1 << 10;
     const size_t of_events = result.answered ? 32 * result.answered->hashes.size() : 0;
     const size_t hashes = part.facts.hashes.size + part.news.hashes.size + part.prefetch.hashes.size +
-                          part.retain.hashes.size + result.hashed_facts.hashes.size() +
+                          part.peers.hashes.size + part.retain.hashes.size + result.hashed_facts.hashes.size() +
                           result.hashed_news.hashes.size() + of_events;
     const size_t blocks = result.new_blocks.ids.size() + result.tables.ids.size() + result.peek_blocks.ids.size();
     const size_t jobs = result.tiers ? sizeof(uint64_t) * result.tiers->orders.num_values() : 0;

@@ -44,7 +44,8 @@ class Effort {
         const Facts& facts = part.facts;
         const News& news = part.news;
         const Int rows = Size(facts.slot) + Size(news.slot) + Size(part.run.slot) + Size(part.admit.slot) +
-                         Size(part.peek.slot) + Size(part.prefetch.slot) + Size(part.retain.num_hashes);
+                         Size(part.peek.slot) + Size(part.prefetch.slot) + Size(part.retain.num_hashes) +
+                         Size(part.peers.gone) + Size(part.peers.slot);
         const size_t bytes =
             facts.hashes.size + news.hashes.size + part.prefetch.hashes.size + part.retain.hashes.size;
         return rows * kRow + (facts.tokens.count + news.tokens.count) / kTokensHashed +

@@ -67,6 +67,20 @@ class FactApplier {
         if (cache.reset && result->reset_done) blocks_.tiers.Reset();
     }
 
+    void ApplyPeers(const Peers& peers) {
+        if (peers.gone.empty() && peers.slot.empty()) return;
+        Tier& tier = blocks_.tiers.each.back();
+        for (const Int slot : peers.gone) {
+            if (tier.HasKey(slot)) tier.DropSlot(slot, kDropped);
+        }
+        const size_t size = peers.slot.empty() ? 0 : peers.hashes.size / peers.slot.size();
+        for (size_t row = 0; row < peers.slot.size(); ++row) {
+            const uint32_t domain = pool_.pairs.DomainOf(peers.domain.empty() ? std::string() : peers.domain[row]);
+            const Key key{pool_.pairs.Of(domain, peers.group[row]), Digest(peers.hashes.data + row * size, size)};
+            tier.SetPeer(peers.slot[row], key, peers.version[row]);
+        }
+    }
+
     void AddDigests(Int slot, const Hashes& hashes, size_t digest_size) {
         if (hashes.size == 0) return;
         requests_.content[slot].add(hashes.data, hashes.size, digest_size);

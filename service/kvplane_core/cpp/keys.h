@@ -41,6 +41,15 @@ class Pairs {
         return static_cast<Int>(fraction * num_groups_ >> 64);
     }
     const std::string& Name(uint32_t pair) const { return names_[Domain(pair)]; }
+    // A key as seals have it, see `Orders.load_key`.
+    uint64_t SealKey(const Key& key) const {
+        const std::string& name = Name(key.pair);
+        uint64_t mask = name.empty() ? 0 : 0xcbf29ce484222325, end = 0;
+        for (const char one : name) mask = (mask ^ static_cast<uint8_t>(one)) * 0x100000001b3;
+        for (uint8_t at = key.digest.size < 8 ? 0 : key.digest.size - 8; at < key.digest.size; ++at)
+            end = end << 8 | key.digest.bytes[at];
+        return end ^ mask;
+    }
     const std::string& NameOf(uint32_t domain) const { return names_[domain]; }
     size_t Live() const { return ids_.size(); }
     // Frees the numbers of domains that nothing uses: used[id] is false.

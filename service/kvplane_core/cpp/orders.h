@@ -43,6 +43,7 @@ inline constexpr const char* kLoadColumns[] = {
     "load_block",
     "load_group",
     "load_stamp",
+    "load_key",
 };
 inline constexpr const char* kSaveColumns[] = {
     "save_job",
@@ -51,6 +52,7 @@ inline constexpr const char* kSaveColumns[] = {
     "save_stamp",
     "save_tier",
     "save_slot",
+    "save_key",
 };
 inline constexpr const char* kMoveColumns[] = {
     "move_job",
@@ -59,6 +61,7 @@ inline constexpr const char* kMoveColumns[] = {
     "move_version",
     "move_to_tier",
     "move_to_slot",
+    "move_key",
 };
 
 }  // namespace kvplane

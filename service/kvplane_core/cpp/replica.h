@@ -109,6 +109,7 @@ class Replica {
     void ApplyPart(const Part& part, Int step, bool opens, PartResult* result) {
         facts.Apply(part, step, result);
         facts.ApplyCache(part.cache, result);
+        facts.ApplyPeers(part.peers);
         result->taken_back = static_cast<Int>(result->preempted.size());
         ApplyNews(part, result);
         if (part.resume) Resumption(blocks, shown).Apply(*part.resume, tracker);

@@ -81,7 +81,8 @@ class Resumption {
                part.news.slot.empty() && part.run.slot.empty() && part.run.victims.empty() &&
                part.run.on_refusal == kPreempt && part.admit.slot.empty() && part.admit.max_running == kUnlimited &&
                part.admit.on_refusal == kStop && !part.admit.only_if_no_preemption && part.peek.slot.empty() &&
-               !part.peek.with_blocks && part.prefetch.slot.empty() && part.retain.empty() && !part.with_hashes &&
+               !part.peek.with_blocks && part.prefetch.slot.empty() && part.peers.gone.empty() &&
+               part.peers.slot.empty() && part.retain.empty() && !part.with_hashes &&
                !part.with_tables && budget.tokens == kUnlimited && budget.input == kUnlimited && !budget.overhead;
     }
 

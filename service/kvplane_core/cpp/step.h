@@ -49,6 +49,7 @@ struct Hashed {
 struct Part {
     Facts facts;
     Cache cache;
+    Peers peers;
     News news;
     Run run;
     Admit admit;
@@ -118,13 +119,13 @@ struct JobOrders {
     template <size_t N>
     using Rows = std::vector<std::array<Int, N>>;  // a number of 64 bits is the Int of the same bits
 
-    Rows<7> load;
-    Rows<6> save, move;
+    Rows<8> load;
+    Rows<7> save, move;
     BlockList stamp_block;
     Values stamp;
 
     bool empty() const { return load.empty() && save.empty() && move.empty() && stamp.empty(); }
-    size_t num_values() const { return 7 * load.size() + 6 * (save.size() + move.size()); }
+    size_t num_values() const { return 8 * load.size() + 7 * (save.size() + move.size()); }
 
     // Returns the rows, and makes room for as many.
     JobOrders Take() {

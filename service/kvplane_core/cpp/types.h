@@ -80,7 +80,7 @@ enum RemoveReason : Int {
     kMoved = 6,
     kLeftWindow = 7
 };
-enum Medium : Int { kHost = 1, kDisk = 2 };
+enum Medium : Int { kHost = 1, kDisk = 2, kPeers = 3 };
 enum SavePolicy : Int { kBehind = 0, kThrough = 1, kReuse = 2 };
 enum Policy : Int { kLru = 0, kWindowTail = 1, kTurnTail = 2, kHazard = 3 };
 enum Kind : Int {

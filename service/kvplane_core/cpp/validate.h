@@ -60,8 +60,9 @@ class StepValidator : public ColumnChecks {
 
     bool AcceptsPart(const Part& part, Int seq) {
         return AcceptsFacts(part.facts, seq, !part.run.extra.empty()) && AcceptsCache(part.cache, seq) &&
-               AcceptsNews(part.news) && AcceptsRun(part.run) && AcceptsAdmit(part.admit) && AcceptsPeek(part.peek) &&
-               AcceptsPrefetch(part.prefetch) && AcceptsRetain(part.retain) && AreInRange(part.budget);
+               AcceptsPeers(part.peers) && AcceptsNews(part.news) && AcceptsRun(part.run) &&
+               AcceptsAdmit(part.admit) && AcceptsPeek(part.peek) && AcceptsPrefetch(part.prefetch) &&
+               AcceptsRetain(part.retain) && AreInRange(part.budget);
     }
 
     // The state that a slot would have after the rows that were checked so far.
@@ -401,6 +402,25 @@ class StepValidator : public ColumnChecks {
     bool AcceptsPeek(const Peek& peek) {
         return Fit(NumEntriesOf(peek), peek.slot.size()) &&
                AreInRange(peek) && AllLive(peek.slot, "peek.slot");
+    }
+
+    bool AcceptsPeers(const Peers& peers) {
+        const size_t rows = peers.slot.size();
+        if (peers.gone.empty() && rows == 0 && peers.version.empty() && peers.group.empty() &&
+            peers.hashes.size == 0 && peers.domain.empty())
+            return true;
+        if (spec_.tiers.empty() || spec_.tiers.back().medium != kPeers) return Refuse("no peers", "peers");
+        const Column count{static_cast<Int>(rows)};
+        if (peers.version.size() != rows) return Refuse("count", "peers.version", kWholeColumn, count);
+        if (peers.group.size() != rows) return Refuse("count", "peers.group", kWholeColumn, count);
+        if (!Fit(NumEntriesOf(peers), rows) || !Texts(peers.domain_fit, "peers.domain")) return false;
+        const Int size = spec_.digest_size, last = spec_.tiers.back().num_slots - 1;
+        if (peers.hashes.size != rows * static_cast<size_t>(size))
+            return Refuse("hash bytes", "peers.hashes", kWholeColumn, {static_cast<Int>(rows), size});
+        const auto groups = static_cast<Int>(spec_.groups.size());
+        return Range(peers.gone, 0, last, "peers.gone") && Range(peers.slot, 0, last, "peers.slot") &&
+               Range(peers.version, 1, static_cast<Int>(kVersions), "peers.version") &&
+               Range(peers.group, 0, groups - 1, "peers.group");
     }
 
     // -- prefetch, retain ------------------------------------------------------------------------------------

@@ -196,7 +196,9 @@ bool IsWhole(const Section& section, size_t digest_size) {
             if (one.count != 0 && one.count != rows) return false;
         }
     }
-    if constexpr (requires { section.hashes; }) {
+    if constexpr (requires { section.gone; }) {
+        return section.hashes.size == section.slot.size() * digest_size;
+    } else if constexpr (requires { section.hashes; }) {
         if (!AddUp(section.num_hashes, digest_size, section.hashes.size)) return false;
     }
     if constexpr (requires { section.tokens.count; }) {

@@ -14,6 +14,9 @@ inline void Write(const BlockLists& blocks, Backward* into) {
 }
 
 inline void Write(const Orders& orders, Backward* into, const TierAnswer* tiers) {
+    WriteJobs<uint64_t, &JobOrders::move>(tiers, into, 30, 6);
+    WriteJobs<uint64_t, &JobOrders::save>(tiers, into, 29, 6);
+    WriteJobs<uint64_t, &JobOrders::load>(tiers, into, 28, 7);
     WriteJobs<uint32_t, &JobOrders::move>(tiers, into, 27, 5);
     WriteJobs<uint32_t, &JobOrders::move>(tiers, into, 26, 4);
     WriteJobs<uint64_t, &JobOrders::move>(tiers, into, 25, 3);

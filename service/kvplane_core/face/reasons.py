@@ -96,7 +96,8 @@ TEXTS = {
         "a row with LOAD has no external tokens, and neither DELAY_CACHING nor WHOLE", "send the row without LOAD",
     ),
     "preempt": ("PREEMPT is for run rows: use STOP or SKIP", ""),
-    # prefetch, retain
+    # peers, prefetch, retain
+    "no peers": ("the replica has no tier of peers", "register it with a tier of kind PEERS, or leave the section out"),
     "no second tier": (
         "the replica has no tier from which to copy into the first one",
         "register it with a host and a disk tier, or leave the section out",

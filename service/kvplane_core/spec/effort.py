@@ -37,7 +37,7 @@ class Effort:
     def _of_rows(self, part: Part) -> int:
         facts, news = part.facts, part.news
         rows = len(facts.slot) + len(news.slot) + len(part.run.slot) + len(part.admit.slot) + len(part.peek.slot)
-        rows += len(part.prefetch.slot) + len(part.retain.num_hashes)
+        rows += len(part.prefetch.slot) + len(part.retain.num_hashes) + len(part.peers.gone) + len(part.peers.slot)
         digests = len(facts.hashes) + len(news.hashes) + len(part.prefetch.hashes) + len(part.retain.hashes)
         units = rows * ROW + (len(facts.tokens) + len(news.tokens)) // TOKENS_HASHED
         return units + digests // self._digest_size // DIGESTS_READ

@@ -10,6 +10,7 @@ from typing import cast
 
 from kvplane.base.groups import CommitRule
 from kvplane.base.hashing import pack_tokens, split_hashes
+from kvplane.base.sections import Peers
 from kvplane.base.step import UNCHANGED, Cache, End, Facts, News, Part, PartResult, RemoveReason
 from kvplane_core.face.part_rows import Update
 from kvplane_core.spec.coordinator import Coordinator
@@ -164,6 +165,20 @@ class FactApplier:
             result.reset_done = self._pool.reset()
             if result.reset_done:
                 self._blocks.tiers.reset()
+
+    def apply_peers(self, peers: Peers) -> None:
+        """Apply the section `peers` of a part."""
+        if not peers.gone and not peers.slot:
+            return
+        tier = self._blocks.tiers.each[-1]
+        for slot in peers.gone:
+            tier.drop_slot(slot)
+        digests = split_hashes(peers.hashes, self._digest_size)
+        domains = peers.domain or [""] * len(peers.slot)
+        for slot, version, group, digest, domain in zip(
+            peers.slot, peers.version, peers.group, digests, domains, strict=True
+        ):
+            tier.set_peer(slot, (domain, group, digest), version)
 
     def _evict(self, block: int) -> bool:
         """Drop the keys of a block, and give the block a new stamp (version number of its content); returns whether it

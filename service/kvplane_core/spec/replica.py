@@ -385,6 +385,7 @@ class Replica:
         result = PartResult()
         self.facts.apply(part, seq, result)
         self.facts.apply_cache(part.cache, result)
+        self.facts.apply_peers(part.peers)
         result.taken_back = len(result.preempted)
         self.apply_news(part.news, contents)
         if part.news.tokens:

@@ -14,11 +14,11 @@ from functools import reduce
 from operator import or_
 from typing import Protocol
 
-from kvplane.base.groups import MAX_TOKENS, CommitRule, ReplicaSpec
+from kvplane.base.groups import MAX_TOKENS, CommitRule, ReplicaSpec, TierKind
 from kvplane.base.hashing import MAX_TOKEN_ID, block_digest
 from kvplane.base.prefetch import NO_REQUEST, Prefetch
 from kvplane.base.retain import MAX_OWNER_CHARS, MAX_RETAINED_NS, Retain
-from kvplane.base.sections import BY_ROW
+from kvplane.base.sections import BY_ROW, Peers
 from kvplane.base.step import (
     ALL_GROUPS,
     UNCHANGED,
@@ -41,6 +41,7 @@ from kvplane_core.face.setup import states_for_drafts
 from kvplane_core.spec.policies import are_hints
 from kvplane_core.spec.ranges import RANGES
 from kvplane_core.spec.requests import Requests
+from kvplane_core.spec.tiers.tiers import MAX_VERSION
 
 MAX_COST_NS = 60_000_000_000  # of a token or a block
 
@@ -132,6 +133,8 @@ class StepValidator:
     def _check_part(self, part: Part, seq: int) -> None:
         self._facts(part.facts, seq)
         self._cache(part.cache, seq)
+        if part.peers != Peers():
+            self._peers(part.peers)
         self._news(part.news)
         self._run(part.run)
         self._admit(part.admit)
@@ -333,6 +336,20 @@ class StepValidator:
             self._asked_to_load.update(late)
         self._require(admit.on_refusal is not OnRefusal.PREEMPT, "preempt", "admit.on_refusal")
 
+    def _peers(self, rows: Peers) -> None:
+        tiers, count = self._spec.tiers, len(rows.slot)
+        self._require(bool(tiers) and tiers[-1].kind is TierKind.PEERS, "no peers", "peers")
+        self._require(len(rows.version) == count, "count", "peers.version", NONE, count)
+        self._require(len(rows.group) == count, "count", "peers.group", NONE, count)
+        self._columns(rows, "peers")
+        self._texts(rows.domain, "peers.domain")
+        size, last = block_digest(self._spec.hash_algorithm).size, tiers[-1].num_blocks - 1
+        self._require(len(rows.hashes) == count * size, "hash bytes", "peers.hashes", NONE, count, size)
+        self._range(rows.gone, 0, last, "peers.gone")
+        self._range(rows.slot, 0, last, "peers.slot")
+        self._range(rows.version, 1, MAX_VERSION, "peers.version")
+        self._range(rows.group, 0, len(self._spec.groups) - 1, "peers.group")
+
     def _prefetch(self, rows: Prefetch) -> None:
         self._columns(rows, "prefetch")
         self._digest_size(rows.hashes, rows.num_hashes, "prefetch")
@@ -414,7 +431,7 @@ class StepValidator:
         self._require(size * count == len(hashes), "hash bytes", f"{section}.hashes", NONE, count, size)
         return size
 
-    def _columns(self, section: Facts | News | Run | Admit | Peek | Prefetch | Retain, where: str) -> None:
+    def _columns(self, section: Facts | News | Peers | Run | Admit | Peek | Prefetch | Retain, where: str) -> None:
         """Require that each column has one entry per row, or no entry."""
         rows = len(section.num_hashes if isinstance(section, Retain) else section.slot)
         for name in BY_ROW[type(section)]:

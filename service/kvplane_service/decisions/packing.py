@@ -29,6 +29,7 @@ from kvplane.base.declined import Declined
 from kvplane.base.groups import Medium
 from kvplane.base.prefetch import Prefetch, Prefetched
 from kvplane.base.retain import Retain, Retained
+from kvplane.base.sections import Peers
 from kvplane.base.step import (
     Admit,
     Blocks,
@@ -328,6 +329,7 @@ _PART = _Shape(
     {
         "facts": Facts,
         "cache": Cache,
+        "peers": Peers,
         "news": News,
         "run": Run,
         "admit": Admit,

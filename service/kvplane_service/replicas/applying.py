@@ -39,6 +39,7 @@ class Applying:
     Attributes:
         in_core: whether the core is working, or has raised an unexpected exception, which leaves its state undefined.
         changes: number of calls that may have changed the core, counted at the start of each call.
+        on_tiers: called with the events of the tiers of each part of a step that was applied; None = not needed.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Applying:
     ) -> None:
         self.in_core = False
         self.changes = 0
+        self.on_tiers: Callable[[OfParts], None] | None = None
         self._replica = replica
         # A compiled core reads messages, and packs its own decisions.
         self._reader: Callable[[bytes], ReadStep | None] | None = getattr(replica, "read_step", None)
@@ -194,5 +196,7 @@ class Applying:
             check(result)
         self.in_core = False
         self._decisions.append(Decision(step, result, events, at_ns, took_ns), packed)
+        if self.on_tiers is not None:
+            self.on_tiers(of_tiers)
         self._events.publish_step(self._hold, step, events, of_tiers)
         return result

@@ -12,6 +12,7 @@ the same code. A refused call changes nothing but the lease.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -42,6 +43,8 @@ from kvplane_service.replicas.step_order import (
 )
 from kvplane_service.replicas.trace_context import CURRENT
 from kvplane_service.runtime.executors import Offload
+
+OnDone = Callable[[StepResult], None]
 
 
 class ReplicaHost(HostState):
@@ -390,6 +393,7 @@ class ReplicaHost(HostState):
         return self.steps.go_on(opening)
 
     def _began(self, life: Life) -> None:
+        self._note_all()
         opening = self._lives.opening
         assert opening is not None and life.epoch > self.epoch, f"epoch {life.epoch} has begun"
         self.epoch, self._life_nonce = life.epoch, opening.nonce
@@ -444,13 +448,32 @@ class ReplicaHost(HostState):
             return answer
         check_retains_nothing(step)
         rows = check_step(step, self._order, self.replica.executed_through, self._config)
-        requests, on_done = self.mirror.requests, None
-        if requests.may_join(step) and requests.want_step(self._clock):
-            step, asked = requests.merged(step, self._clock())
-            on_done = partial(requests.all_carried_out, asked)
+        requests = self.mirror.requests
+        on_done: OnDone | None = None
+        if requests.may_join(step):
+            if requests.want_step(self._clock):
+                step, asked = requests.merged(step, self._clock())
+                on_done = partial(requests.all_carried_out, asked)
+            if self.peers is not None:
+                step, on_done = self._with_news(step, on_done)
         if isinstance(step, SentStep):
             step.with_events = session.with_events
         return Turn(self._order, step, rows, fingerprint, session.with_events, on_done)
+
+    def _with_news(self, step: Step, on_done: OnDone | None) -> tuple[Step, OnDone | None]:
+        """Add to a step what peers have stored or evicted meanwhile."""
+        assert self.peers is not None
+        sent = self.peers.with_news(self.name, step)
+        if sent is step:
+            return step, on_done
+
+        def done(result: StepResult) -> None:
+            if self.peers is not None:
+                self.peers.was_sent(self.name, sent)
+            if on_done is not None:
+                on_done(result)
+
+        return sent, done
 
     def _last_step(self) -> Step:
         """Make the step that ends every request, for `close`."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Protocol
 
 from kvplane.base.errors import KvplaneError, ReplicaLapsed, StaleEpoch
@@ -17,6 +18,7 @@ from kvplane_service.replicas.applying import Applying
 from kvplane_service.replicas.engine_lives import Clock, EngineLives
 from kvplane_service.replicas.events import EventLog, PublicationHold
 from kvplane_service.replicas.idle_check import IdleCheck
+from kvplane_service.replicas.peers import Member, Namespace, note_parts
 from kvplane_service.replicas.recovery import Recovering
 from kvplane_service.replicas.sessions import SessionSlot
 from kvplane_service.replicas.states import FIRST_EPOCH
@@ -68,6 +70,8 @@ class HostState:
         self._config, self._clock, self._lease_ns = config, clock, config.lease_ms * _NS_PER_MS
         self._hold = PublicationHold()
         self.steps = Applying(replica, self.decisions, self.events, self._hold, clock)
+        self.peers: Namespace | None = None  # those whose host tiers this one may read, and its own among them
+        self._note_all: Callable[[], None] = _ignore
         self.idle_check = IdleCheck(name, replica, self.steps)
         self._lives = EngineLives(replica, self.events, self._hold, clock, num_ranks)
         self._order = StepOrder(config.max_steps_in_flight)
@@ -138,6 +142,21 @@ class HostState:
         """Number of requests that wait for admission in the engine; None if no connected engine has reported it."""
         session = self._session
         return session.waiting_requests if session is not None and not self._is_silent(session) else None
+
+    def join(self, namespace: Namespace, member: Member) -> None:
+        """Become a member of a namespace."""
+        self.peers, self._note_all = namespace, member.note_all
+        self.steps.on_tiers = partial(note_parts, member)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether its engine is connected."""
+        return self.state is ReplicaState.LIVE
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether the core may be read now: no long work is running, and it is sound."""
+        return not self.steps.is_aside and not self.steps.in_core and self._retired is None
 
     def touch(self) -> None:
         """Record that the replica is used: by an engine, a worker, or a call that changes it."""
@@ -212,6 +231,7 @@ class HostState:
         `events`: STORED events of all keys, each with the step in flight that registered them, 0 = published.
         """
         self.steps.replaced()
+        self._note_all()
         self.idle_check.broken = None  # of the state before
         self.epoch, self._life_nonce, self.has_left = life.epoch, nonce, False
         self._order = StepOrder(self._config.max_steps_in_flight)
@@ -263,3 +283,7 @@ class HostState:
 
     def _deadline_ns(self) -> int:
         return self._clock() + self._lease_ns
+
+
+def _ignore() -> None:
+    return

@@ -21,6 +21,15 @@ class _Member:
     deadline_ns: int
 
 
+@dataclass(frozen=True)
+class TiersOfWorkers:
+    """What workers learn of the tiers of their replica: as in `Assignment`."""
+
+    tiers: tuple[TierSpec, ...] = ()
+    content_id: bytes = b""
+    namespace: bytes = b""
+
+
 class WorkerRoster:
     """Registers at most one worker per rank. When a lease expires, only the registration is removed; the pages may
     still exist.
@@ -32,15 +41,13 @@ class WorkerRoster:
         num_ranks: int,
         lease_ms: int,
         clock: Callable[[], int],
-        tiers: tuple[TierSpec, ...] = (),
-        content_id: bytes = b"",
+        tiers: TiersOfWorkers | None = None,
     ) -> None:
         """`plans`: memory plans, one per pipeline stage; empty if the groups were given explicitly. `clock`: monotonic
-        nanoseconds. `tiers`, `content_id`: as in `Assignment`.
+        nanoseconds. `tiers`: None = none.
         """
         self._plans = plans
-        self._tiers = tiers
-        self._content_id = content_id
+        self._tiers = tiers or TiersOfWorkers()
         self._num_ranks = num_ranks
         self.lease_ms = lease_ms
         self._clock = clock
@@ -56,7 +63,7 @@ class WorkerRoster:
         plan = self._plan_of(info.rank)
         self._check_free(info)
         self._keep(info)
-        return Assignment(plan, self._num_ranks, self.lease_ms, self._tiers, self._content_id)
+        return Assignment(plan, self._num_ranks, self.lease_ms, **vars(self._tiers))
 
     def renew(self, info: WorkerInfo) -> None:
         """Renew the worker's lease.

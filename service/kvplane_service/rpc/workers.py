@@ -5,6 +5,7 @@ from __future__ import annotations
 from google.protobuf.message import Message
 
 from kvplane import wire
+from kvplane.base.worker import Renewal
 from kvplane.v1 import plan_pb2 as pb
 from kvplane_service.auth.visible import VisibleReplicas
 
@@ -29,7 +30,8 @@ class WorkersServicer:
         entry, worker = self._registry.get(request.replica), wire.decode_worker(request.worker)
         entry.workers.renew(worker)
         entry.host.observe_owner_epoch(worker.owner_epoch)
-        return pb.RenewWorkerResponse(lease_ms=entry.workers.lease_ms)
+        peers = entry.namespace.arenas(entry.host.name, worker.rank) if entry.namespace is not None else ()
+        return wire.encode_renewal(Renewal(entry.workers.lease_ms, tuple(peers)))
 
     async def DeregisterWorker(self, request: pb.DeregisterWorkerRequest, _: bytes) -> Message:  # noqa: N802
         """Remove a worker from its replica."""

@@ -101,6 +101,7 @@ class TierKind(Enum):
 
     HOST = "host"
     DISK = "disk"
+    PEERS = "peers"  # what the host tiers of other replicas of the namespace have, read only
 
     def slot_bytes(self, block_bytes: int) -> int:
         """Return the memory of a slot on one rank: whole pages of 4 KiB, on a disk with one more for the seal.
@@ -116,6 +117,7 @@ class Medium(IntEnum):
     DEVICE = 0
     HOST = 1
     DISK = 2
+    PEERS = 3
 
 
 class SavePolicy(Enum):
@@ -441,9 +443,13 @@ class ReplicaSpec:
             _require(0 <= found <= 100, name, found, "must be 0 to 100")
         kinds = [tier.kind for tier in self.tiers]
         ordered = [kind for kind in TierKind if kind in kinds]
-        _require(
-            kinds == ordered, "tiers", [kind.value for kind in kinds], "must name each kind once, host before disk"
-        )
+        names = [kind.value for kind in kinds]
+        _require(kinds == ordered, "tiers", names, "must name each kind once, host before disk or peers")
+        if TierKind.PEERS in kinds:
+            _require(kinds == [TierKind.HOST, TierKind.PEERS], "tiers", names, "must be host and peers, without a disk")
+            peers = self.tiers[-1]
+            is_plain = peers.save is SavePolicy.BEHIND and not peers.retained_percent
+            _require(is_plain, "tiers[1]", "save or retained_percent", "nothing is saved or retained at peers")
 
 
 def _sized(used: bool, kind: GroupKind) -> str:

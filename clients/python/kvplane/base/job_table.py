@@ -35,7 +35,7 @@ from kvplane.base.step import Orders
 from kvplane.base.when_read import given_fields
 
 MAGIC = b"kvpjobs\0"
-VERSION = 2  # 1 had rows of words, each with its own sum, and an end per job
+VERSION = 3  # 1 had rows of words, each with its own sum, and an end per job; 2 named no keys
 MAX_JOBS = 4096  # jobs of a replica in flight
 HEADER_BYTES = 64
 
@@ -47,11 +47,12 @@ _END_WORDS = 3  # first job << 1 | is done, number of jobs, their sum with the p
 _SUM = struct.Struct("<II")  # of a record: CRC-32 of what follows, position in words
 _HEAD = struct.Struct("<QQIIIII")  # epoch, seq, part, loads, their rows, saves, moves
 _POSITION = (1 << 32) - 1
-_CODES = "QQIIII"  # types of the columns of each section
-_LOADS = ("load_version", "load_stamp", "load_tier", "load_slot", "load_block", "load_group")
-_SAVES = ("save_job", "save_stamp", "save_tier", "save_slot", "save_block", "save_group")
-_MOVES = ("move_job", "move_version", "move_tier", "move_slot", "move_to_tier", "move_to_slot")
-_JOB_BYTES, _ROW_BYTES = 20, 32  # of a load: number, step that it waits for, rows; of a row of any section
+_CODES = "QQQIIII"  # types of the columns of each section
+_LOADS = ("load_version", "load_stamp", "load_key", "load_tier", "load_slot", "load_block", "load_group")
+_SAVES = ("save_job", "save_stamp", "save_key", "save_tier", "save_slot", "save_block", "save_group")
+_MOVES = ("move_job", "move_version", "move_key", "move_tier", "move_slot", "move_to_tier", "move_to_slot")
+_KEY = 2  # place of the keys in each section
+_JOB_BYTES, _ROW_BYTES = 20, 40  # of a load: number, step that it waits for, rows; of a row of any section
 _MOST_ROW_BYTES = -(-(_SUM.size + _HEAD.size + _JOB_BYTES + _ROW_BYTES) // 8) * 8  # a record of one row
 
 
@@ -74,6 +75,7 @@ class JobRow(NamedTuple):
         block, stamp: page that is written or read, with the stamp (version number of its content) that it must have. Of
             a move, the tier and the slot that are written.
         group: group of the page; 0 for a move.
+        key: of the block, as seals have it (`Orders.load_key`).
     """
 
     job: int
@@ -88,6 +90,7 @@ class JobRow(NamedTuple):
     block: int
     stamp: int
     group: int
+    key: int = 0
 
 
 class JobsEnd(NamedTuple):
@@ -138,6 +141,8 @@ def record_of(orders: Orders, step: tuple[int, int, int], after: Mapping[int, in
 def _columns(given: Mapping[str, Any], names: Sequence[str], count: int) -> list[array[int]]:
     """Return the columns of a section; those of an answer that came over the wire are copied as they are."""
     columns = [array(code, given.get(name, ())) for code, name in zip(_CODES, names, strict=True)]
+    if not columns[_KEY]:
+        columns[_KEY] = array(_CODES[_KEY], bytes(8 * count))  # of a service that names no keys
     if set(map(len, columns)) != {count}:
         lengths = ", ".join(f"{name} {len(column)}" for name, column in zip(names, columns, strict=True))
         raise InvalidArgument(
@@ -295,17 +300,17 @@ def _jobs_of(record: bytes) -> Iterator[tuple[JobRow, ...]]:
     sizes += [(code, count) for count in counts for code in _CODES]
     jobs, after, rows_each, *columns = _columns_of(record, sizes)
     step, none = (repeat(epoch), repeat(seq), repeat(part)), repeat(0)
-    version, stamp, *where = columns[:6]
+    version, stamp, key, *where = columns[:7]
     first = 0
     for job, load_after, count in zip(jobs, after, rows_each, strict=True):
         at = slice(first, first := first + count)
         tier, slot, block, group = (column[at] for column in where)
         same = repeat(job), repeat(JobKind.LOAD), *step, repeat(load_after)
-        yield tuple(map(JobRow, *same, tier, slot, version[at], block, stamp[at], group))
-    saves, stamp, tier, slot, block, group = columns[6:12]
-    yield tuple(map(JobRow, saves, repeat(JobKind.SAVE), *step, none, tier, slot, saves, block, stamp, group))
-    moves, version, tier, slot, to_tier, to_slot = columns[12:]
-    yield tuple(map(JobRow, moves, repeat(JobKind.MOVE), *step, none, tier, slot, version, to_tier, to_slot, none))
+        yield tuple(map(JobRow, *same, tier, slot, version[at], block, stamp[at], group, key[at]))
+    saves, stamp, key, tier, slot, block, group = columns[7:14]
+    yield tuple(map(JobRow, saves, repeat(JobKind.SAVE), *step, none, tier, slot, saves, block, stamp, group, key))
+    moves, version, key, tier, slot, to_tier, to_slot = columns[14:]
+    yield tuple(map(JobRow, moves, repeat(JobKind.MOVE), *step, none, tier, slot, version, to_tier, to_slot, none, key))
 
 
 def _columns_of(record: bytes, sizes: Sequence[tuple[str, int]]) -> Iterator[tuple[int, ...]]:

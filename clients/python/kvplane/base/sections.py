@@ -354,6 +354,32 @@ class Prefetched(RowsMethods):
 
 
 @dataclass(slots=True)
+class Peers:
+    """What the host tiers of other replicas have, for the tier of kind PEERS: the service adds these rows to a step of
+    the engine. A slot of that tier stands for a slot of a peer. A row gives a slot another key and version; a slot
+    without a row keeps what it had.
+    """
+
+    slot: MutableSequence[int] = field(default_factory=list)
+    """u32: slots of the tier."""
+
+    version: MutableSequence[int] = field(default_factory=list)
+    """u64: versions that the peers' slots have."""
+
+    group: MutableSequence[int] = field(default_factory=list)
+    """u32: groups of the blocks."""
+
+    hashes: bytes = b""
+    """Concatenated digests, one per row."""
+
+    domain: list[str] = field(default_factory=list)
+    """One per row or none: domains."""
+
+    gone: MutableSequence[int] = field(default_factory=list)
+    """u32: slots that hold nothing any more; they are emptied before the rows."""
+
+
+@dataclass(slots=True)
 class Retain(RetainMethods):
     """Prefixes to retain. The blocks that a hit of the whole prefix needs, as far as they are cached now, are evicted
     after all that are not retained, those of lower priority first. Nothing is held for it: what is retained is evicted
@@ -594,6 +620,11 @@ class Orders:
     load_stamp: MutableSequence[int] = field(default_factory=list)
     """u64: the stamps that these pages have."""
 
+    load_key: MutableSequence[int] = field(default_factory=list)
+    """u64: the keys of these blocks, as seals have them: the last 8 bytes of the hash, big-endian, exclusive-or FNV-1a
+    of 64 bits of the domain, 0 for the domain "". If a slot holds another key, the job fails.
+    """
+
     save_job: MutableSequence[int] = field(default_factory=list)
     """u64: jobs that save one page each; also the version that the slot then holds."""
 
@@ -612,6 +643,9 @@ class Orders:
     save_slot: MutableSequence[int] = field(default_factory=list)
     """u32: slots that are written."""
 
+    save_key: MutableSequence[int] = field(default_factory=list)
+    """u64: the keys of these pages, as in load_key."""
+
     move_job: MutableSequence[int] = field(default_factory=list)
     """u64: jobs that copy one slot each to another tier; also the version that the target then holds."""
 
@@ -629,6 +663,9 @@ class Orders:
 
     move_to_slot: MutableSequence[int] = field(default_factory=list)
     """u32: slots that are written."""
+
+    move_key: MutableSequence[int] = field(default_factory=list)
+    """u64: the keys of these slots, as in load_key."""
 
 
 @made_when_read
@@ -801,6 +838,11 @@ BY_ROW: dict[type, tuple[str, ...]] = {
         "domain",
         "within_ns",
     ),
+    Peers: (
+        "version",
+        "group",
+        "domain",
+    ),
     Retain: (
         "domain",
         "owner",
@@ -812,6 +854,15 @@ BY_ROW: dict[type, tuple[str, ...]] = {
 STAMP_COLUMNS = ("stamp_block", "stamp")
 COPY_COLUMNS = ("copy_src", "copy_dst", "copy_group")
 ZERO_COLUMNS = ("zero_block", "zero_group")
-LOAD_COLUMNS = ("load_job", "load_tier", "load_slot", "load_version", "load_block", "load_group", "load_stamp")
-SAVE_COLUMNS = ("save_job", "save_block", "save_group", "save_stamp", "save_tier", "save_slot")
-MOVE_COLUMNS = ("move_job", "move_tier", "move_slot", "move_version", "move_to_tier", "move_to_slot")
+LOAD_COLUMNS = (
+    "load_job",
+    "load_tier",
+    "load_slot",
+    "load_version",
+    "load_block",
+    "load_group",
+    "load_stamp",
+    "load_key",
+)
+SAVE_COLUMNS = ("save_job", "save_block", "save_group", "save_stamp", "save_tier", "save_slot", "save_key")
+MOVE_COLUMNS = ("move_job", "move_tier", "move_slot", "move_version", "move_to_tier", "move_to_slot", "move_key")

@@ -32,6 +32,7 @@ from kvplane.base.sections import (
     News,
     Orders,
     Peek,
+    Peers,
     Prefetch,
     Resume,
     Retain,
@@ -105,6 +106,7 @@ class Part:
 
     facts: Facts = field(default_factory=Facts)
     cache: Cache = field(default_factory=Cache)
+    peers: Peers = field(default_factory=Peers)
     news: News = field(default_factory=News)
     resume: Resume | None = None
     run: Run = field(default_factory=Run)

@@ -16,6 +16,8 @@ from kvplane.base.stamps import MAX_EPOCH
 MAX_ADDRESS_CHARS = 512
 UNIX = "unix:"
 _PARSED_BY_GRPC = frozenset("%?#")  # gRPC parses the path of a Unix socket as a URI: these characters change it
+INCARNATION_BYTES = 16
+MAX_PEERS = 1024
 MAX_DEVICE_CHARS = 64
 
 
@@ -58,6 +60,8 @@ class WorkerInfo:
         owner_epoch: epoch of the engine life that owns the pages, the only one that may write them; 0 = none.
         plan_digest: digest of the memory layout of its pages; "" before they are allocated.
         tiers: the tiers that it holds, in the order of the replica's.
+        host_incarnation: 16 bytes that name the memory of its host tier; b"" without one.
+        mapped: host tiers of peers that it can read, each by its `host_incarnation`.
     """
 
     rank: int
@@ -70,6 +74,8 @@ class WorkerInfo:
     owner_epoch: int = 0
     plan_digest: str = ""
     tiers: tuple[TierUse, ...] = ()
+    host_incarnation: bytes = b""
+    mapped: tuple[bytes, ...] = ()
 
     def validate(self) -> None:
         """Raise InvalidArgument for the first attribute that is out of range; the error's field names it."""
@@ -91,8 +97,37 @@ class WorkerInfo:
         )
         _require(self.owner_epoch < MAX_EPOCH, "owner_epoch", self.owner_epoch, f"give less than {MAX_EPOCH}")
         _require(len(self.plan_digest) <= MAX_DEVICE_CHARS, "plan_digest", self.plan_digest, "give RankPlan.digest()")
+        named = [*self.mapped, self.host_incarnation or bytes(INCARNATION_BYTES)]
+        size = f"give names of {INCARNATION_BYTES} bytes, at most {MAX_PEERS} in mapped"
+        is_right = len(named) <= 1 + MAX_PEERS and {len(one) for one in named} == {INCARNATION_BYTES}
+        _require(is_right, "host_incarnation", [len(one) for one in named[:9]], size)
         kinds = [tier.kind for tier in self.tiers]
         _require(len(set(kinds)) == len(kinds), "tiers", [kind.value for kind in kinds], "name each kind once")
+
+
+@dataclass(frozen=True, slots=True)
+class PeerArena:
+    """The host tier of a peer that a worker may read.
+
+    Attributes:
+        first: slot of the tier of peers that stands for its slot 0.
+        num_slots: number of its slots.
+        address: of the peer's worker of the same rank.
+        incarnation: `WorkerInfo.host_incarnation` of that worker.
+    """
+
+    first: int
+    num_slots: int
+    address: str
+    incarnation: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Renewal:
+    """The service's answer to a renewal: milliseconds of the lease, and the host tiers that the worker may read now."""
+
+    lease_ms: int
+    peers: tuple[PeerArena, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +141,7 @@ class Assignment:
         tiers: the tiers of the replica; the worker holds all their slots, with the bytes of its rank.
         content_id: names what the slots of a disk tier hold, over restarts of the worker: 8 bytes of the namespace,
             8 of the registration; b"" without tiers.
+        namespace: names what gives the bytes of a slot their meaning, with plan and rank; b"" without tiers.
     """
 
     plan: RankPlan
@@ -113,6 +149,7 @@ class Assignment:
     lease_ms: int
     tiers: tuple[TierSpec, ...] = ()
     content_id: bytes = b""
+    namespace: bytes = b""
 
 
 def is_socket_path(path: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvplane import wire
-from kvplane.base.worker import Assignment, WorkerInfo
+from kvplane.base.worker import Assignment, Renewal, WorkerInfo
 from kvplane.blocking.client import Client
 from kvplane.unary.calls import Call
 from kvplane.v1 import plan_pb2 as pb
@@ -25,12 +25,13 @@ class WorkersClient(Client):
         answer = self._do(Call(f"/{WORKERS}/RegisterWorker", request, pb.RegisterWorkerResponse))
         return wire.decode_assignment(answer)
 
-    def renew_worker(self, replica: str, worker: WorkerInfo) -> int:
-        """Renew the worker's lease and return its length in milliseconds. Raises NotFound if the worker must register
-        again.
+    def renew_worker(self, replica: str, worker: WorkerInfo) -> Renewal:
+        """Renew the worker's lease; returns its length, and the peers that the worker may read. Raises NotFound if the
+        worker must register again.
         """
         request = pb.RenewWorkerRequest(replica=replica, worker=wire.encode_worker(worker))
-        return self._do(Call(f"/{WORKERS}/RenewWorker", request, pb.RenewWorkerResponse)).lease_ms
+        call = Call(f"/{WORKERS}/RenewWorker", request, pb.RenewWorkerResponse)
+        return wire.decode_renewal(self._do(call))
 
     def deregister_worker(self, replica: str, worker_id: int) -> None:
         """Remove the worker's registration, so that another worker may register for the rank."""

@@ -81,7 +81,7 @@ class TierUse(_message.Message):
     def __init__(self, kind: _Optional[_Union[_replica_pb2.TierKind, str]] = ..., slot_bytes: _Optional[int] = ..., saved_blocks: _Optional[int] = ..., saved_bytes: _Optional[int] = ..., loaded_blocks: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., discarded_blocks: _Optional[int] = ..., refused_blocks: _Optional[int] = ..., failed_blocks: _Optional[int] = ..., suspended: bool = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("rank", "worker_id", "address", "pid", "device", "state", "incarnation", "owner_epoch", "plan_digest", "tiers")
+    __slots__ = ("rank", "worker_id", "address", "pid", "device", "state", "incarnation", "owner_epoch", "plan_digest", "tiers", "host_incarnation", "mapped")
     RANK_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -92,6 +92,8 @@ class WorkerInfo(_message.Message):
     OWNER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     PLAN_DIGEST_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
+    HOST_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    MAPPED_FIELD_NUMBER: _ClassVar[int]
     rank: int
     worker_id: int
     address: str
@@ -102,7 +104,21 @@ class WorkerInfo(_message.Message):
     owner_epoch: int
     plan_digest: str
     tiers: _containers.RepeatedCompositeFieldContainer[TierUse]
-    def __init__(self, rank: _Optional[int] = ..., worker_id: _Optional[int] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., incarnation: _Optional[int] = ..., owner_epoch: _Optional[int] = ..., plan_digest: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[TierUse, _Mapping]]] = ...) -> None: ...
+    host_incarnation: bytes
+    mapped: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, rank: _Optional[int] = ..., worker_id: _Optional[int] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., incarnation: _Optional[int] = ..., owner_epoch: _Optional[int] = ..., plan_digest: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[TierUse, _Mapping]]] = ..., host_incarnation: _Optional[bytes] = ..., mapped: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class PeerArena(_message.Message):
+    __slots__ = ("first_slot", "num_slots", "address", "incarnation")
+    FIRST_SLOT_FIELD_NUMBER: _ClassVar[int]
+    NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    first_slot: int
+    num_slots: int
+    address: str
+    incarnation: bytes
+    def __init__(self, first_slot: _Optional[int] = ..., num_slots: _Optional[int] = ..., address: _Optional[str] = ..., incarnation: _Optional[bytes] = ...) -> None: ...
 
 class RegisterWorkerRequest(_message.Message):
     __slots__ = ("replica", "worker")
@@ -113,20 +129,22 @@ class RegisterWorkerRequest(_message.Message):
     def __init__(self, replica: _Optional[str] = ..., worker: _Optional[_Union[WorkerInfo, _Mapping]] = ...) -> None: ...
 
 class RegisterWorkerResponse(_message.Message):
-    __slots__ = ("plan", "plan_digest", "num_ranks", "lease_ms", "tiers", "content_id")
+    __slots__ = ("plan", "plan_digest", "num_ranks", "lease_ms", "tiers", "content_id", "namespace")
     PLAN_FIELD_NUMBER: _ClassVar[int]
     PLAN_DIGEST_FIELD_NUMBER: _ClassVar[int]
     NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
     CONTENT_ID_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     plan: RankPlan
     plan_digest: str
     num_ranks: int
     lease_ms: int
     tiers: _containers.RepeatedCompositeFieldContainer[_replica_pb2.TierSpec]
     content_id: bytes
-    def __init__(self, plan: _Optional[_Union[RankPlan, _Mapping]] = ..., plan_digest: _Optional[str] = ..., num_ranks: _Optional[int] = ..., lease_ms: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[_replica_pb2.TierSpec, _Mapping]]] = ..., content_id: _Optional[bytes] = ...) -> None: ...
+    namespace: bytes
+    def __init__(self, plan: _Optional[_Union[RankPlan, _Mapping]] = ..., plan_digest: _Optional[str] = ..., num_ranks: _Optional[int] = ..., lease_ms: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[_replica_pb2.TierSpec, _Mapping]]] = ..., content_id: _Optional[bytes] = ..., namespace: _Optional[bytes] = ...) -> None: ...
 
 class RenewWorkerRequest(_message.Message):
     __slots__ = ("replica", "worker")
@@ -137,10 +155,12 @@ class RenewWorkerRequest(_message.Message):
     def __init__(self, replica: _Optional[str] = ..., worker: _Optional[_Union[WorkerInfo, _Mapping]] = ...) -> None: ...
 
 class RenewWorkerResponse(_message.Message):
-    __slots__ = ("lease_ms",)
+    __slots__ = ("lease_ms", "peers")
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
     lease_ms: int
-    def __init__(self, lease_ms: _Optional[int] = ...) -> None: ...
+    peers: _containers.RepeatedCompositeFieldContainer[PeerArena]
+    def __init__(self, lease_ms: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[PeerArena, _Mapping]]] = ...) -> None: ...
 
 class DeregisterWorkerRequest(_message.Message):
     __slots__ = ("replica", "worker_id")

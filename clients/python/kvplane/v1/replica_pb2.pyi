@@ -61,6 +61,7 @@ class TierKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TIER_KIND_UNSPECIFIED: _ClassVar[TierKind]
     TIER_KIND_HOST: _ClassVar[TierKind]
     TIER_KIND_DISK: _ClassVar[TierKind]
+    TIER_KIND_PEERS: _ClassVar[TierKind]
 
 class SavePolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -109,6 +110,7 @@ HASH_ALGORITHM_XXHASH_CBOR: HashAlgorithm
 TIER_KIND_UNSPECIFIED: TierKind
 TIER_KIND_HOST: TierKind
 TIER_KIND_DISK: TierKind
+TIER_KIND_PEERS: TierKind
 SAVE_POLICY_UNSPECIFIED: SavePolicy
 SAVE_POLICY_BEHIND: SavePolicy
 SAVE_POLICY_THROUGH: SavePolicy

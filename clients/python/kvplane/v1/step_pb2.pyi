@@ -249,6 +249,22 @@ class Prefetched(_message.Message):
     outcome: bytes
     def __init__(self, hit: _Optional[bytes] = ..., blocks: _Optional[bytes] = ..., outcome: _Optional[bytes] = ...) -> None: ...
 
+class Peers(_message.Message):
+    __slots__ = ("slot", "version", "group", "hashes", "domain", "gone")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    DOMAIN_FIELD_NUMBER: _ClassVar[int]
+    GONE_FIELD_NUMBER: _ClassVar[int]
+    slot: bytes
+    version: bytes
+    group: bytes
+    hashes: bytes
+    domain: _containers.RepeatedScalarFieldContainer[str]
+    gone: bytes
+    def __init__(self, slot: _Optional[bytes] = ..., version: _Optional[bytes] = ..., group: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., domain: _Optional[_Iterable[str]] = ..., gone: _Optional[bytes] = ...) -> None: ...
+
 class Retain(_message.Message):
     __slots__ = ("num_hashes", "hashes", "domain", "owner", "priority", "until_ns", "percent", "now_ns")
     NUM_HASHES_FIELD_NUMBER: _ClassVar[int]
@@ -324,9 +340,10 @@ class Resume(_message.Message):
     def __init__(self, slot: _Optional[bytes] = ..., computed: _Optional[bytes] = ..., launch_end: _Optional[bytes] = ..., num_prompt: _Optional[bytes] = ..., single_group_hit: _Optional[bytes] = ..., loading: _Optional[bytes] = ..., num_cached_blocks: _Optional[bytes] = ..., num_blocks: _Optional[bytes] = ..., blocks: _Optional[bytes] = ..., held_slot: _Optional[bytes] = ..., held_count: _Optional[bytes] = ..., held_blocks: _Optional[bytes] = ..., held_loading: _Optional[bytes] = ...) -> None: ...
 
 class Part(_message.Message):
-    __slots__ = ("facts", "cache", "news", "resume", "run", "admit", "peek", "prefetch", "retain", "budget", "with_hashes", "with_tables")
+    __slots__ = ("facts", "cache", "peers", "news", "resume", "run", "admit", "peek", "prefetch", "retain", "budget", "with_hashes", "with_tables")
     FACTS_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
     NEWS_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
@@ -339,6 +356,7 @@ class Part(_message.Message):
     WITH_TABLES_FIELD_NUMBER: _ClassVar[int]
     facts: Facts
     cache: Cache
+    peers: Peers
     news: News
     resume: Resume
     run: Run
@@ -349,7 +367,7 @@ class Part(_message.Message):
     budget: Budget
     with_hashes: bool
     with_tables: bool
-    def __init__(self, facts: _Optional[_Union[Facts, _Mapping]] = ..., cache: _Optional[_Union[Cache, _Mapping]] = ..., news: _Optional[_Union[News, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., run: _Optional[_Union[Run, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., peek: _Optional[_Union[Peek, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., retain: _Optional[_Union[Retain, _Mapping]] = ..., budget: _Optional[_Union[Budget, _Mapping]] = ..., with_hashes: bool = ..., with_tables: bool = ...) -> None: ...
+    def __init__(self, facts: _Optional[_Union[Facts, _Mapping]] = ..., cache: _Optional[_Union[Cache, _Mapping]] = ..., peers: _Optional[_Union[Peers, _Mapping]] = ..., news: _Optional[_Union[News, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., run: _Optional[_Union[Run, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., peek: _Optional[_Union[Peek, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., retain: _Optional[_Union[Retain, _Mapping]] = ..., budget: _Optional[_Union[Budget, _Mapping]] = ..., with_hashes: bool = ..., with_tables: bool = ...) -> None: ...
 
 class Step(_message.Message):
     __slots__ = ("epoch", "seq", "part", "more", "executed_through", "parts", "traceparent")
@@ -398,7 +416,7 @@ class Declined(_message.Message):
     def __init__(self, row: _Optional[bytes] = ..., why: _Optional[bytes] = ..., tier: _Optional[bytes] = ..., hit: _Optional[bytes] = ..., load_ns: _Optional[bytes] = ..., compute_ns: _Optional[bytes] = ...) -> None: ...
 
 class Orders(_message.Message):
-    __slots__ = ("stamp_block", "stamp", "copy_src", "copy_dst", "copy_group", "zero_block", "zero_group", "load_job", "load_tier", "load_slot", "load_version", "load_block", "load_group", "load_stamp", "save_job", "save_block", "save_group", "save_stamp", "save_tier", "save_slot", "move_job", "move_tier", "move_slot", "move_version", "move_to_tier", "move_to_slot")
+    __slots__ = ("stamp_block", "stamp", "copy_src", "copy_dst", "copy_group", "zero_block", "zero_group", "load_job", "load_tier", "load_slot", "load_version", "load_block", "load_group", "load_stamp", "load_key", "save_job", "save_block", "save_group", "save_stamp", "save_tier", "save_slot", "save_key", "move_job", "move_tier", "move_slot", "move_version", "move_to_tier", "move_to_slot", "move_key")
     STAMP_BLOCK_FIELD_NUMBER: _ClassVar[int]
     STAMP_FIELD_NUMBER: _ClassVar[int]
     COPY_SRC_FIELD_NUMBER: _ClassVar[int]
@@ -413,18 +431,21 @@ class Orders(_message.Message):
     LOAD_BLOCK_FIELD_NUMBER: _ClassVar[int]
     LOAD_GROUP_FIELD_NUMBER: _ClassVar[int]
     LOAD_STAMP_FIELD_NUMBER: _ClassVar[int]
+    LOAD_KEY_FIELD_NUMBER: _ClassVar[int]
     SAVE_JOB_FIELD_NUMBER: _ClassVar[int]
     SAVE_BLOCK_FIELD_NUMBER: _ClassVar[int]
     SAVE_GROUP_FIELD_NUMBER: _ClassVar[int]
     SAVE_STAMP_FIELD_NUMBER: _ClassVar[int]
     SAVE_TIER_FIELD_NUMBER: _ClassVar[int]
     SAVE_SLOT_FIELD_NUMBER: _ClassVar[int]
+    SAVE_KEY_FIELD_NUMBER: _ClassVar[int]
     MOVE_JOB_FIELD_NUMBER: _ClassVar[int]
     MOVE_TIER_FIELD_NUMBER: _ClassVar[int]
     MOVE_SLOT_FIELD_NUMBER: _ClassVar[int]
     MOVE_VERSION_FIELD_NUMBER: _ClassVar[int]
     MOVE_TO_TIER_FIELD_NUMBER: _ClassVar[int]
     MOVE_TO_SLOT_FIELD_NUMBER: _ClassVar[int]
+    MOVE_KEY_FIELD_NUMBER: _ClassVar[int]
     stamp_block: bytes
     stamp: bytes
     copy_src: bytes
@@ -439,19 +460,22 @@ class Orders(_message.Message):
     load_block: bytes
     load_group: bytes
     load_stamp: bytes
+    load_key: bytes
     save_job: bytes
     save_block: bytes
     save_group: bytes
     save_stamp: bytes
     save_tier: bytes
     save_slot: bytes
+    save_key: bytes
     move_job: bytes
     move_tier: bytes
     move_slot: bytes
     move_version: bytes
     move_to_tier: bytes
     move_to_slot: bytes
-    def __init__(self, stamp_block: _Optional[bytes] = ..., stamp: _Optional[bytes] = ..., copy_src: _Optional[bytes] = ..., copy_dst: _Optional[bytes] = ..., copy_group: _Optional[bytes] = ..., zero_block: _Optional[bytes] = ..., zero_group: _Optional[bytes] = ..., load_job: _Optional[bytes] = ..., load_tier: _Optional[bytes] = ..., load_slot: _Optional[bytes] = ..., load_version: _Optional[bytes] = ..., load_block: _Optional[bytes] = ..., load_group: _Optional[bytes] = ..., load_stamp: _Optional[bytes] = ..., save_job: _Optional[bytes] = ..., save_block: _Optional[bytes] = ..., save_group: _Optional[bytes] = ..., save_stamp: _Optional[bytes] = ..., save_tier: _Optional[bytes] = ..., save_slot: _Optional[bytes] = ..., move_job: _Optional[bytes] = ..., move_tier: _Optional[bytes] = ..., move_slot: _Optional[bytes] = ..., move_version: _Optional[bytes] = ..., move_to_tier: _Optional[bytes] = ..., move_to_slot: _Optional[bytes] = ...) -> None: ...
+    move_key: bytes
+    def __init__(self, stamp_block: _Optional[bytes] = ..., stamp: _Optional[bytes] = ..., copy_src: _Optional[bytes] = ..., copy_dst: _Optional[bytes] = ..., copy_group: _Optional[bytes] = ..., zero_block: _Optional[bytes] = ..., zero_group: _Optional[bytes] = ..., load_job: _Optional[bytes] = ..., load_tier: _Optional[bytes] = ..., load_slot: _Optional[bytes] = ..., load_version: _Optional[bytes] = ..., load_block: _Optional[bytes] = ..., load_group: _Optional[bytes] = ..., load_stamp: _Optional[bytes] = ..., load_key: _Optional[bytes] = ..., save_job: _Optional[bytes] = ..., save_block: _Optional[bytes] = ..., save_group: _Optional[bytes] = ..., save_stamp: _Optional[bytes] = ..., save_tier: _Optional[bytes] = ..., save_slot: _Optional[bytes] = ..., save_key: _Optional[bytes] = ..., move_job: _Optional[bytes] = ..., move_tier: _Optional[bytes] = ..., move_slot: _Optional[bytes] = ..., move_version: _Optional[bytes] = ..., move_to_tier: _Optional[bytes] = ..., move_to_slot: _Optional[bytes] = ..., move_key: _Optional[bytes] = ...) -> None: ...
 
 class CacheEvent(_message.Message):
     __slots__ = ("kind", "group", "hashes", "blocks", "domain", "parent", "block_size", "slot", "start", "end", "block_starts", "reason", "tier")

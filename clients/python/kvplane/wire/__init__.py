@@ -37,7 +37,15 @@ from kvplane.wire.unary import (
     encode_header,
     encode_source,
 )
-from kvplane.wire.worker import decode_assignment, decode_worker, encode_assignment, encode_tier_use, encode_worker
+from kvplane.wire.worker import (
+    decode_assignment,
+    decode_renewal,
+    decode_worker,
+    encode_assignment,
+    encode_renewal,
+    encode_tier_use,
+    encode_worker,
+)
 
 __all__ = [
     "decode_assignment",
@@ -50,6 +58,7 @@ __all__ = [
     "decode_orders",
     "decode_plan",
     "decode_policy",
+    "decode_renewal",
     "decode_result",
     "decode_spec",
     "decode_step",
@@ -72,6 +81,7 @@ __all__ = [
     "encode_opened",
     "encode_orders",
     "encode_plan",
+    "encode_renewal",
     "encode_result",
     "encode_source",
     "encode_spec",

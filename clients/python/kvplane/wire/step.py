@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.sections import Facts, News, Prefetch, Retain
+from kvplane.base.sections import Facts, News, Peers, Prefetch, Retain
 from kvplane.base.step import Part, Step
 from kvplane.base.typed import check
 from kvplane.base.when_read import given_fields
@@ -17,6 +17,7 @@ from kvplane.wire.sections import Section, check_rows, decode_section, encode_se
 _SECTIONS: dict[str, Section] = {
     "facts": tables.FACTS,
     "cache": tables.CACHE,
+    "peers": tables.PEERS,
     "news": tables.NEWS,
     "resume": tables.RESUME,
     "run": tables.RUN,
@@ -93,12 +94,12 @@ def _decode_part(message: pb.Part, digest_size: int, where: str) -> Part:
     for name, of in _SECTIONS.items():
         if message.HasField(name):
             fields[name] = section = of.kind(**decode_section(getattr(message, name), of, f"{where}.{name}"))
-            if isinstance(section, (Facts, News, Prefetch, Retain)):
+            if isinstance(section, (Facts, News, Peers, Prefetch, Retain)):
                 _check_content(section, name, digest_size, f"{where}.{name}")
     return Part(**fields)
 
 
-def _check_content(section: Facts | News | Prefetch | Retain, name: str, digest_size: int, where: str) -> None:
+def _check_content(section: Facts | News | Peers | Prefetch | Retain, name: str, digest_size: int, where: str) -> None:
     """Raise InvalidArgument unless there are as many texts, token ids and bytes of hashes as the columns say."""
     rows = section.num_hashes if isinstance(section, Retain) else section.slot
     check_rows(section, _SECTIONS[name], len(rows), where)
@@ -107,7 +108,8 @@ def _check_content(section: Facts | News | Prefetch | Retain, name: str, digest_
         if len(section.tokens) != total:
             source = f"{where}.{_COUNTS[name]}"
             raise wrong_total(f"{where}.tokens", len(section.tokens), "token ids", total, source)
-    num_bytes = sum(section.num_hashes) * digest_size
+    of_rows = isinstance(section, Peers)
+    num_bytes = (len(section.slot) if isinstance(section, Peers) else sum(section.num_hashes)) * digest_size
     if num_bytes != len(section.hashes):
-        source = f"{where}.num_hashes x {digest_size}"
+        source = f"{where}.{'slot' if of_rows else 'num_hashes'} x {digest_size}"
         raise wrong_total(f"{where}.hashes", len(section.hashes), "bytes", num_bytes, source)

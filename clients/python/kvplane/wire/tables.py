@@ -136,6 +136,20 @@ PREFETCHED = Section(
     ),
 )
 
+PEERS = Section(
+    sections.Peers,
+    Columns(
+        Column("slot"),
+        Column("version", U64),
+        Column("group"),
+        Column("gone", by_row=False),
+    ),
+    others=(
+        Other("hashes", "hashes", b""),
+        Other("domain", "texts", []),
+    ),
+)
+
 RETAIN = Section(
     sections.Retain,
     Columns(
@@ -236,6 +250,7 @@ ORDERS = Section(
         Column("load_block"),
         Column("load_group"),
         Column("load_stamp", U64),
+        Column("load_key", U64),
     ),
     Columns(
         Column("save_job", U64),
@@ -244,6 +259,7 @@ ORDERS = Section(
         Column("save_stamp", U64),
         Column("save_tier"),
         Column("save_slot"),
+        Column("save_key", U64),
     ),
     Columns(
         Column("move_job", U64),
@@ -252,6 +268,7 @@ ORDERS = Section(
         Column("move_version", U64),
         Column("move_to_tier"),
         Column("move_to_slot"),
+        Column("move_key", U64),
     ),
 )
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 from google.protobuf.message import Message
 
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.worker import Assignment, TierUse, WorkerInfo, WorkerState
+from kvplane.base.worker import Assignment, PeerArena, Renewal, TierUse, WorkerInfo, WorkerState
 from kvplane.v1 import plan_pb2 as pb
 from kvplane.v1.replica_pb2 import TierKind as TierKindMessage
 from kvplane.wire.columns import build
@@ -17,7 +17,17 @@ from kvplane.wire.spec import decode_enum, decode_tier_kind, decode_tiers, encod
 
 _M = TypeVar("_M", bound=Message)
 _OF_TIER = tuple(one.name for one in fields(TierUse) if one.name != "kind")
-_SAME = ("rank", "worker_id", "address", "pid", "device", "incarnation", "owner_epoch", "plan_digest")
+_SAME = (
+    "rank",
+    "worker_id",
+    "address",
+    "pid",
+    "device",
+    "incarnation",
+    "owner_epoch",
+    "plan_digest",
+    "host_incarnation",
+)
 
 
 def encode_worker(worker: WorkerInfo) -> pb.WorkerInfo:
@@ -25,6 +35,7 @@ def encode_worker(worker: WorkerInfo) -> pb.WorkerInfo:
     values = {name: getattr(worker, name) for name in _SAME}
     values["state"] = encode_enum(pb.WorkerState, "WORKER_STATE", worker.state)
     values["tiers"] = [encode_tier_use(pb.TierUse, use, f"worker.tiers[{at}]") for at, use in enumerate(worker.tiers)]
+    values["mapped"] = list(worker.mapped)
     return build(pb.WorkerInfo, "worker", values)
 
 
@@ -44,7 +55,8 @@ def decode_worker(message: pb.WorkerInfo) -> WorkerInfo:
     """
     state = decode_enum(pb.WorkerState, "WORKER_STATE", message.state, "worker.state", WorkerState.STARTING)
     tiers = tuple(_decode_tier_use(one, f"worker.tiers[{at}]") for at, one in enumerate(message.tiers))
-    worker = WorkerInfo(state=state, tiers=tiers, **{name: getattr(message, name) for name in _SAME})
+    same = {name: getattr(message, name) for name in _SAME}
+    worker = WorkerInfo(state=state, tiers=tiers, mapped=tuple(message.mapped), **same)
     worker.validate()
     return worker
 
@@ -58,6 +70,7 @@ def encode_assignment(assignment: Assignment) -> pb.RegisterWorkerResponse:
         lease_ms=assignment.lease_ms,
         tiers=encode_tiers(assignment.tiers),
         content_id=assignment.content_id,
+        namespace=assignment.namespace,
     )
 
 
@@ -73,4 +86,19 @@ def decode_assignment(message: pb.RegisterWorkerResponse) -> Assignment:
             remedy="use the same version of worker and service",
         )
     tiers = decode_tiers(message.tiers)
-    return Assignment(plan, message.num_ranks, message.lease_ms, tiers, message.content_id)
+    return Assignment(plan, message.num_ranks, message.lease_ms, tiers, message.content_id, message.namespace)
+
+
+def encode_renewal(renewal: Renewal) -> pb.RenewWorkerResponse:
+    """Return the message that answers a renewal."""
+    peers = [
+        pb.PeerArena(first_slot=one.first, num_slots=one.num_slots, address=one.address, incarnation=one.incarnation)
+        for one in renewal.peers
+    ]
+    return pb.RenewWorkerResponse(lease_ms=renewal.lease_ms, peers=peers)
+
+
+def decode_renewal(message: pb.RenewWorkerResponse) -> Renewal:
+    """Return the answer to a renewal."""
+    peers = [PeerArena(one.first_slot, one.num_slots, one.address, one.incarnation) for one in message.peers]
+    return Renewal(message.lease_ms, tuple(peers))

@@ -437,7 +437,7 @@ class Planner:
         if news and known:
             self.host.apply(Part(news=news_section(news)))
             news = []
-        part = Part(facts_section(known), cache or Cache(), news_section(news))
+        part = Part(facts_section(known), cache or Cache(), news=news_section(news))
         part.run, part.admit = run_section(runs), admit_section(admits)
         result = self.host.apply(part)
         self._take_ends()

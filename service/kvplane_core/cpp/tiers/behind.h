@@ -25,6 +25,7 @@ class SaveBehind {
         left = SaveWanted(SaveSome(ahead, left, next_victim));
         for (size_t number = 0; number + 1 < tiers_.each.size(); ++number) {
             Tier &tier = tiers_.each[number], &behind = tiers_.each[number + 1];
+            if (behind.is_of_peers) continue;
             const Int looked_at = std::min(ahead, std::max<Int>(1, behind.num_slots / kSlotShare));
             if (tier.num_free() < ahead) left = MoveSome(tier, behind, looked_at, left);
             left = MoveWanted(tier, behind, left);
@@ -142,7 +143,8 @@ class SaveBehind {
         const Int job = tiers_.NextJob(), group = pool_.pairs.Group(key.key.pair);
         const uint64_t stamp = pool_.stamp[block];
         tiers_.jobs.saves.Add(job, Save{block, stamp, 0, slot});
-        tiers_.orders.save.push_back({job, Int{block}, group, static_cast<Int>(stamp), 0, slot});
+        tiers_.orders.save.push_back({job, Int{block}, group, static_cast<Int>(stamp), 0, slot,
+                                      static_cast<Int>(pool_.pairs.SealKey(key.key))});
         directory_.Note(block, first.RecordOf(slot));
         return true;
     }

@@ -236,7 +236,9 @@ class LoadedTiers {
         }
         // All other slots that were used are those that jobs write, or into one block each read.
         const size_t known = tier.free.size() + queues[0].size() + queues[1].size();
-        image.Holds(num_used <= static_cast<Int>(known) + kMaxJobs + spec_.num_blocks, "has more used slots than rows");
+        image.Holds(num_used <= static_cast<Int>(known) + kMaxJobs + spec_.num_blocks || tier.is_of_peers,
+                    "has more used slots than rows");
+        image.Holds(!tier.is_of_peers || tier.free.empty(), "has free slots of peers");
         while (tier.num_used() < num_used) tier.AddSlot();
         for (size_t queue = 0; queue < queues.size(); ++queue) {
             for (const Row& row : queues[queue]) {

@@ -61,10 +61,12 @@ class Tier {
         pins.reserve(most);
         state.reserve(most);
         stale.Resize(most);
+        is_of_peers = medium == kPeers;
         links_.reserve(most + kFirstLink);
         links_.assign(kFirstLink, Link());
         for (uint32_t queue = 0; queue < kFirstLink; ++queue) links_[queue] = {queue, queue};
         seen_.Resize(kFirstLink);
+        while (is_of_peers && num_used() < num_slots) AddSlot();  // none is taken, so none is free to be taken
     }
 
     // The slot that has the key, or kNoSlot.
@@ -155,6 +157,13 @@ class Tier {
         }
     }
 
+    // A slot of a peer has this key now, in this version. A load that reads what was there fails.
+    void SetPeer(Int slot, const Key& key, Int of_version) {
+        if (HasKey(slot)) DropSlot(slot, kDropped);
+        Drop(key);
+        Hold(slot, key, of_version, SlotState::kRecent);
+    }
+
     // Makes the key the last one to be evicted.
     void Refresh(Int slot) { Enqueue(slot, SlotState::kRecent); }
 
@@ -186,12 +195,13 @@ class Tier {
         GroupUse& use = UseOf(key);
         --use.held;
         use.evicted += reason == kEvicted;
-        if (spec_.events) Report(slot, key, kRemoved, reason);
+        if (spec_.events && !is_of_peers) Report(slot, key, kRemoved, reason);
         Unlink(slot);
         num_shadows -= state[at] == SlotState::kShadow;
         --num_held_;
         Leave(slot);
         version[at] = 0;
+        if (is_of_peers) return;
         stale.Set(at, true);
         if (!pins[at]) free.push_back(static_cast<uint32_t>(slot));
     }
@@ -204,7 +214,8 @@ class Tier {
     }
     void Unpin(Int slot) {
         Require(pins[At(slot)] > 0, "a slot is not pinned");
-        if (--pins[At(slot)] == 0 && state[At(slot)] == SlotState::kNoKey) free.push_back(static_cast<uint32_t>(slot));
+        const bool is_over = --pins[At(slot)] == 0 && state[At(slot)] == SlotState::kNoKey;
+        if (is_over && !is_of_peers) free.push_back(static_cast<uint32_t>(slot));
     }
 
     void DropAll(RemoveReason reason) {
@@ -241,6 +252,7 @@ class Tier {
     GroupUse& UseOf(const Key& key) { return uses[static_cast<size_t>(pairs_.Group(key.pair))]; }
 
     const Int number, medium, num_slots, most_retained;  // most_retained: keys of one owner
+    bool is_of_peers = false;     // its slots are those of peers: they are never written, free or evicted here
     Int place = kDevice;          // number of this place in `RetainedBlocks`; kDevice if the tier retains nothing
     PriorityLists retained;       // the slots whose key is retained, and no shadow
     Wanted wanted;                // what is copied here early

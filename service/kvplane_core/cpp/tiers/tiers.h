@@ -151,7 +151,7 @@ class Tiers {
         Int first = spec.num_blocks;
         each.reserve(spec.tiers.size());
         for (const TierSpec& one : spec.tiers) {
-            Tier* nearer = each.empty() ? nullptr : &each.back();
+            Tier* nearer = each.empty() || one.medium == kPeers ? nullptr : &each.back();
             each.emplace_back(static_cast<Int>(each.size()), one, spec, directory, nearer);
             firsts_.push_back(first);
             first += one.num_slots;
@@ -262,7 +262,8 @@ class Tiers {
         if (to == kNoSlot) return false;
         const Int job = NextJob();
         jobs.moves.Add(job, Move{source, target.number, to});
-        orders.move.push_back({job, source.tier, slot, source.version, target.number, to});
+        orders.move.push_back({job, source.tier, slot, source.version, target.number, to,
+                               static_cast<Int>(pool_.pairs.SealKey(tier.KeyOf(slot)))});
         return true;
     }
 
@@ -367,7 +368,7 @@ class Tiers {
         for (; next != kNoSlot && count > 0; --count) {
             const Int one = std::exchange(next, tier.Next(next));
             const auto at = static_cast<size_t>(firsts_[static_cast<size_t>(tier.number)] + one);
-            const uint64_t version = at < shown.size ? shown.stamps[at] : 0;
+            const uint64_t version = at < shown.size && !tier.is_of_peers ? shown.stamps[at] : 0;
             if (version == static_cast<uint64_t>(tier.VersionOf(one)) && InTime(version) > last_reset) {
                 *last = one;
             } else {
@@ -436,6 +437,7 @@ class Tiers {
         for (size_t block = kNullBlock + 1; block < unknown.size(); ++block)
             unknown[block] = shown.stamps[block] != 0 && pool_.stamp[block] == 0;
         for (Tier& one : each) {
+            if (one.is_of_peers) continue;
             const uint64_t* const versions = shown.stamps + firsts_[static_cast<size_t>(one.number)];
             for (Int slot = 0; slot < one.num_slots; ++slot)
                 one.stale.Set(static_cast<size_t>(slot),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 
-from kvplane.base.groups import Medium, ReplicaSpec
+from kvplane.base.groups import Medium, ReplicaSpec, TierKind
 from kvplane.base.step import CacheEvent
 from kvplane_core.cpp import _native
 from kvplane_core.face.columns import SLICE_BLOCKS
@@ -60,6 +60,7 @@ class NativeTiers:
         return [
             event
             for number, tier in enumerate(self._spec.tiers)
+            if tier.kind is not TierKind.PEERS
             for event in stored_events(
                 [(key(packed), slot) for packed, slot, _ in keys_of(self.core, number, tier.num_blocks)],
                 sizes,

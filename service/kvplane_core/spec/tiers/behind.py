@@ -17,7 +17,7 @@ from itertools import chain, islice
 
 from kvplane.base.groups import ReplicaSpec, SavePolicy
 from kvplane.base.step import SAVE_COLUMNS
-from kvplane_core.face.keys import Key
+from kvplane_core.face.keys import Key, seal_key
 from kvplane_core.face.setup import SLOT_SHARE, most_ahead
 from kvplane_core.spec.coordinator import Coordinator
 from kvplane_core.spec.tiers.tier import Tier
@@ -57,6 +57,8 @@ class SaveBehind:
             room = self._save(retained, room)
         left = self._save_wanted(self._save(self._evicted_next(ahead, next_victim), room))
         for tier, behind in zip(tiers.each, tiers.each[1:], strict=False):
+            if behind.is_of_peers:
+                continue
             if tier.num_free < ahead:
                 left = self._move(tier, behind, min(ahead, max(1, behind.num_slots // SLOT_SHARE)), left)
             left = self._move_wanted(tier, behind, left)
@@ -120,7 +122,7 @@ class SaveBehind:
             return False
         job, save = tiers.next_job(), Save(key, block, self._pool.stamp[block], 0, slot)
         tiers.jobs.saves[job] = save
-        tiers.order(SAVE_COLUMNS, (job, block, key[1], save.stamp, 0, slot))
+        tiers.order(SAVE_COLUMNS, (job, block, key[1], save.stamp, 0, slot, seal_key(key)))
         return True
 
     def _is_executed(self, block: int) -> bool:

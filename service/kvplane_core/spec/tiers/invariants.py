@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from kvplane_core.spec.tiers.tier import Tier
-from kvplane_core.spec.tiers.tiers import Tiers
+from kvplane_core.spec.tiers.tiers import MAX_VERSION, Tiers
 
 
 def faults(tiers: Tiers, keyed: set[int]) -> Iterator[str]:
@@ -51,15 +51,16 @@ def _faults_of_slots(tier: Tier, written: list[int]) -> Iterator[str]:
             return
         seen[slot] = True
         count += 1
-    if count != tier.num_used:
+    if count != tier.num_used and not tier.is_of_peers:
         yield f"tier {tier.number}: {tier.num_used} slots were used, {count} have a state"
 
 
 def _faults_of_keys(tier: Tier, last_job: int) -> Iterator[str]:
+    last = MAX_VERSION if tier.is_of_peers else last_job
     count, held = 0, [0] * len(tier.uses)
     for key, slot in tier.in_order():
         held[key[1]] += 1
-        if tier.key.get(slot) != key or not 0 < tier.version.get(slot, 0) <= last_job:
+        if tier.key.get(slot) != key or not 0 < tier.version.get(slot, 0) <= last:
             yield f"tier {tier.number}: slot {slot} has another key than the one that leads to it, or no version"
         count += 1
     if count != len(tier.key) or count != len(tier.version):

@@ -17,7 +17,7 @@ from kvplane.base.declined import WhyDeclined
 from kvplane.base.groups import GroupKind, Medium
 from kvplane.base.step import LOAD_COLUMNS, Cache, CacheEvent, EventKind, PartResult
 from kvplane_core.face.interface import INSIDE, Hit
-from kvplane_core.face.keys import NULL_BLOCK
+from kvplane_core.face.keys import NULL_BLOCK, seal_key
 from kvplane_core.spec.coordinator import Admission, Coordinator
 from kvplane_core.spec.in_flight import InFlightTracker
 from kvplane_core.spec.managers.base import FOREVER
@@ -222,9 +222,9 @@ class TierLoads:
         job = self._tiers.next_job()
         load = Load(slot, self._requests.serial[slot], filled.num_tokens, pool.last_use(fresh), [])
         for block, one in zip(fresh, plan.missing, strict=True):
-            load.rows.append(self._fill(slot, block, one))
+            load.rows.append(row := self._fill(slot, block, one))
             self._tiers.each[one.source.tier].pin(one.source.slot)
-            self._tiers.order(LOAD_COLUMNS, (job, *one.source, block, one.group, pool.stamp[block]))
+            self._tiers.order(LOAD_COLUMNS, (job, *one.source, block, one.group, pool.stamp[block], seal_key(row.key)))
         self._tiers.jobs.loads[job] = load
         self._tiers.loading[slot] = job
         self._count(plan, any(on_device))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
-from kvplane.base.groups import Medium, TierSpec
+from kvplane.base.groups import Medium, TierKind, TierSpec
 from kvplane.base.step import CacheEvent, RemoveReason
 from kvplane_core.face.cache_events import CacheEvents
 from kvplane_core.face.counters import GroupUse
@@ -28,6 +28,7 @@ class Tier:
         number: index of the tier in the spec.
         medium: what the tier is called in events.
         num_slots: number of slots.
+        is_of_peers: whether its slots are those of peers: they are never written, free or evicted here.
         recent: slot of each key that is neither a shadow nor retained; the one to evict first is the first.
         shadows: the same, of the shadows.
         kept: slot of each key that is retained.
@@ -63,7 +64,8 @@ class Tier:
         self.uses = [GroupUse() for _ in block_sizes]
         self.hit_tokens = 0
         self._block_sizes = block_sizes
-        self._with_events = with_events
+        self.is_of_peers = spec.kind is TierKind.PEERS
+        self._with_events = with_events and not self.is_of_peers
         self.recent: dict[Key, int] = {}
         self.shadows: dict[Key, int] = {}
         self.kept: dict[Key, int] = {}
@@ -78,7 +80,7 @@ class Tier:
         self.version: dict[int, int] = {}
         self.pins: dict[int, int] = {}
         self.free: list[int] = []
-        self.num_used = 0
+        self.num_used = self.num_slots if self.is_of_peers else 0  # none is taken, so none is free to be taken
         self.stale: set[int] = set()
         self.writing: set[Key] = set()
         self.wanted = Wanted(spec.save, spec.num_blocks)
@@ -164,6 +166,17 @@ class Tier:
         self.free = [slot for slot in range(self.num_used) if slot not in self.key]
         self.take_events()
 
+    def set_peer(self, slot: int, key: Key, version: int) -> None:
+        """Record that a slot of a peer has this key now, in this version. A load that reads what was there fails."""
+        self.drop_slot(slot)
+        self.drop(key)
+        self.hold(key, slot, version)
+
+    def drop_slot(self, slot: int) -> None:
+        """Forget the key of a slot, if it has one."""
+        if slot in self.key:
+            self.drop(self.key[slot])
+
     def refresh(self, key: Key) -> None:
         """Make the key the last one to be evicted: it is used, or the device is about to evict it."""
         slot = self._dequeue(key)
@@ -221,9 +234,10 @@ class Tier:
             return False
         self.note_lost(key)
         del self.key[slot], self.version[slot]
-        self.stale.add(slot)
-        if slot not in self.pins:
-            self.free.append(slot)
+        if not self.is_of_peers:
+            self.stale.add(slot)
+            if slot not in self.pins:
+                self.free.append(slot)
         self.uses[key[1]].held -= 1
         self.uses[key[1]].evicted += reason is RemoveReason.EVICTED
         if self._with_events:
@@ -240,7 +254,7 @@ class Tier:
         self.pins[slot] -= 1
         if not self.pins[slot]:
             del self.pins[slot]
-            if slot not in self.key:
+            if slot not in self.key and not self.is_of_peers:
                 self.free.append(slot)
 
     def clear(self) -> None:

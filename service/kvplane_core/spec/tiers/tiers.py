@@ -11,13 +11,13 @@ from kvplane.base.groups import ReplicaSpec, SavePolicy
 from kvplane.base.stamps import MAX_COUNTER, MAX_EPOCH, Stamp, in_time
 from kvplane.base.step import LOAD_COLUMNS, MOVE_COLUMNS, SAVE_COLUMNS, CacheEvent, Orders, PartResult, RemoveReason
 from kvplane_core.face.counters import TierCounters
-from kvplane_core.face.keys import NULL_BLOCK, Key
+from kvplane_core.face.keys import NULL_BLOCK, Key, seal_key
 from kvplane_core.spec.pool import BlockPool
 from kvplane_core.spec.tiers.tier import Tier
 
 MAX_JOBS = 4096  # jobs in flight; at this number nothing is saved, moved or loaded
 _JOB_BITS = 32  # a job is numbered by its engine life (epoch) and a counter of 32 bits, as a stamp without generation
-_VERSION = Stamp(0, MAX_EPOCH, MAX_COUNTER).pack()
+MAX_VERSION = Stamp(0, MAX_EPOCH, MAX_COUNTER).pack()
 _NEVER = 1  # no stamp and no version: those of the first epoch begin above
 
 
@@ -283,7 +283,7 @@ class Tiers:
     def next_job(self) -> int:
         """Return the number of a new job."""
         # A reset of the cache draws its stamp from the same numbers: older versions count no more.
-        self.last_job = max(self.last_job + 1, self._pool.draw() & _VERSION)
+        self.last_job = max(self.last_job + 1, self._pool.draw() & MAX_VERSION)
         return self.last_job
 
     @property
@@ -308,7 +308,7 @@ class Tiers:
             return False
         job = self.next_job()
         self.jobs.moves[job] = Move(key, source, target.number, to)
-        self.order(MOVE_COLUMNS, (job, *source, target.number, to))
+        self.order(MOVE_COLUMNS, (job, *source, target.number, to, seal_key(key)))
         return True
 
     def end_write(self, job: int, write: Save | Move, is_good: bool) -> None:
@@ -386,7 +386,8 @@ class Tiers:
         last_reset = in_time(shown[NULL_BLOCK]) if len(shown) else 0
         for tier, first in zip(self.each, self._firsts, strict=True):
             for key, slot in list(tier.in_order()):
-                version = shown[first + slot] if first + slot < len(shown) else 0
+                is_shown = first + slot < len(shown) and not tier.is_of_peers
+                version = shown[first + slot] if is_shown else 0
                 if version != tier.version[slot] or in_time(version) <= last_reset:
                     tier.drop(key, RemoveReason.UNVERIFIED)
 
@@ -409,4 +410,6 @@ class Tiers:
         stamps = self._pool.stamp
         self.unknown = {block for block in range(1, self.ids.start) if shown[block] and not stamps[block]}
         for tier, first in zip(self.each, self._firsts, strict=True):
+            if tier.is_of_peers:
+                continue
             tier.stale = {slot for slot in range(tier.num_slots) if shown[first + slot] and slot not in tier.key}

@@ -51,6 +51,9 @@ constexpr Column kOrders[] = {
     {"move_version", 25, 8, 20},
     {"move_to_tier", 26, 4, 20},
     {"move_to_slot", 27, 4, 20},
+    {"load_key", 28, 8, 7},
+    {"save_key", 29, 8, 14},
+    {"move_key", 30, 8, 20},
 };
 
 constexpr Column kPartResult[] = {

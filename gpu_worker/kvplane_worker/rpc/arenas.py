@@ -1,0 +1,158 @@
+"""The socket at which a worker passes the descriptor of its host tier to workers of peers on this host.
+
+    worker of a peer ── arena.sock ──▶ whose process is it? (SO_PEERCRED) ──▶ layout, incarnation, descriptor
+
+A gRPC message carries no descriptor, so this is a socket of its own. It answers processes of this worker's user alone,
+and the kernel refuses every write through the descriptor (`tiers.arena`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+from kvplane.base.errors import KvplaneError, PermissionDenied, Unavailable
+from kvplane.base.worker import INCARNATION_BYTES, PeerArena
+from kvplane.rpc.peers import peer_of
+from kvplane_worker.lending.rundir import ARENA_SOCKET, run_dir_of
+from kvplane_worker.tiers import HostSlots, Peer, PeerSlots, Slots
+from kvplane_worker.tiers.arena import Arena
+
+TIMEOUT_S = 1.0
+RETRY_S = 0.1  # after a connection that could not be accepted
+_LAYOUT = struct.Struct(f"<QQ{INCARNATION_BYTES}s")  # slots, bytes of a slot, incarnation
+
+_log = logging.getLogger(__name__)
+
+
+class ArenaLender:
+    """Passes the descriptor of a host tier on."""
+
+    def __init__(self, slots: HostSlots, run_dir: Path) -> None:
+        """Bind the socket, and begin to answer."""
+        self._layout = _LAYOUT.pack(slots.spec.num_blocks, slots.slot_bytes, slots.incarnation)
+        self._descriptor = slots.arena.descriptor
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(run_dir / ARENA_SOCKET))
+        self._listener.listen()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="kvplane-arena", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Answer no more. Memory that was passed on stays mapped where it is."""
+        self._is_closed = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes up `accept`
+        self._listener.close()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:
+                if not self._is_closed:
+                    _log.warning("a connection was not accepted: %s", error)
+                    time.sleep(RETRY_S)
+                continue
+            with connection:
+                peer = peer_of(connection)
+                if not peer.is_trusted:
+                    _log.warning("closed a connection of process %d of user %d", peer.pid, peer.uid)
+                    continue
+                connection.settimeout(TIMEOUT_S)
+                with contextlib.suppress(OSError):  # the caller has gone
+                    socket.send_fds(connection, [self._layout], [self._descriptor])
+
+
+class PeersOfWorker:
+    """What a worker lends of its host tier, and has mapped of those of peers.
+
+    Attributes:
+        incarnation: names the memory of the host tier.
+    """
+
+    def __init__(self, host: HostSlots, peers: PeerSlots | None, run_dir: Path) -> None:
+        self.incarnation = host.incarnation
+        self._lender = ArenaLender(host, run_dir)
+        self._peers = peers
+
+    @classmethod
+    def of(cls, tiers: Sequence[Slots], run_dir: Path) -> Self | None:
+        """Begin to lend the host tier; None without one."""
+        hosts = [one for one in tiers if isinstance(one, HostSlots)]
+        peers = [one for one in tiers if isinstance(one, PeerSlots)]
+        return cls(hosts[0], peers[0] if peers else None, run_dir) if hosts else None
+
+    @property
+    def mapped(self) -> tuple[bytes, ...]:
+        """The host tiers that can be read, by incarnation."""
+        return tuple(one.incarnation for one in self._peers.peers) if self._peers is not None else ()
+
+    def read_only(self, arenas: Sequence[PeerArena]) -> bool:
+        """Read these host tiers from now on, and no others; one that cannot be mapped is tried again at the next call.
+        Returns whether others are read than before.
+        """
+        if self._peers is None:
+            return False
+        before = {(one.first, one.incarnation): one for one in self._peers.peers}
+        kept = [before[place] for one in arenas if (place := (one.first, one.incarnation)) in before]
+        for arena in arenas:
+            if (arena.first, arena.incarnation) not in before:
+                try:
+                    kept.append(borrow(arena))
+                except KvplaneError as error:
+                    _log.warning("a peer is not read: %s", error)
+        self._peers.set_peers(kept)
+        return {(one.first, one.incarnation) for one in kept} != before.keys()
+
+    def close(self) -> None:
+        """Lend nothing more."""
+        self._lender.close()
+
+
+def borrow(arena: PeerArena) -> Peer:
+    """Map the host tier of a peer, read-only.
+
+    Raises:
+        Unavailable: no worker answers there within TIMEOUT_S, or its memory is another one than the service said.
+        PermissionDenied: a process of another user answers.
+    """
+    path = run_dir_of(arena.address) / ARENA_SOCKET
+    try:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(TIMEOUT_S)
+            connection.connect(str(path))
+            owner = peer_of(connection)
+            if not owner.is_trusted:
+                raise PermissionDenied(
+                    f"a process of user {owner.uid} listens at {path}, and not one of user {os.getuid()}",
+                    field="address",
+                    remedy="run the workers of all replicas of a namespace as one user",
+                )
+            layout, descriptors, _, _ = socket.recv_fds(connection, _LAYOUT.size, 1)
+    except OSError as error:
+        raise Unavailable(f"the host tier at {path} cannot be reached: {error}") from None
+    return Peer(arena.first, arena.incarnation, _mapped(arena, layout, descriptors))
+
+
+def _mapped(arena: PeerArena, layout: bytes, descriptors: list[int]) -> Arena:
+    try:
+        num_slots, slot_bytes, incarnation = _LAYOUT.unpack(layout)
+        if (num_slots, incarnation) != (arena.num_slots, arena.incarnation):
+            raise ValueError("the memory is another one than the service said")
+        (descriptor,) = descriptors
+        return Arena.open(descriptor, num_slots, slot_bytes)
+    except (struct.error, ValueError, OSError) as error:
+        for one in descriptors:
+            os.close(one)
+        raise Unavailable(f"the host tier at {arena.address} cannot be read: {error}") from None

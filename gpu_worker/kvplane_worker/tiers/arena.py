@@ -1,0 +1,102 @@
+"""The memory of a host tier, which workers of peers on this host map read-only.
+
+    | headers of all slots | payload of slot 0 | payload of slot 1 | ...
+
+It is a file without a name (memfd). Its owner maps it, then seals it: the kernel refuses every later mapping or write
+that could change it, also of a process that got the descriptor, however it opens it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from contextlib import ExitStack
+from typing import Protocol, Self
+
+from kvplane_worker.tiers.seal import HEADER_BYTES
+
+ALIGNMENT_BYTES = 4096
+_FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE of Linux 5.1, which fcntl does not name
+
+
+def aligned(num_bytes: int) -> int:
+    """Return a number of bytes, rounded up to whole pages of memory and of disks."""
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+class PeerMemory(Protocol):
+    """The host tier of a peer, of which bytes are copied here. What is copied proves nothing: its seal does.
+
+    Another transport between hosts, such as NIXL, is a second implementation.
+    """
+
+    num_slots: int
+    slot_bytes: int
+
+    def read(self, slot: int, header: memoryview, payload: memoryview) -> bool:
+        """Copy the header of a slot, then as many bytes of its payload as fit. Returns False if it cannot be read."""
+
+    def close(self) -> None:
+        """Release the memory."""
+
+
+class Arena:
+    """The memory of a host tier. See `PeerMemory`.
+
+    Attributes:
+        num_slots, slot_bytes: its layout.
+        headers, rows: the memory, writable by its owner alone.
+        descriptor: of the file, in its owner; -1 where it was closed.
+    """
+
+    def __init__(self, descriptor: int, num_slots: int, slot_bytes: int, is_owner: bool) -> None:
+        self.num_slots, self.slot_bytes, self.descriptor = num_slots, slot_bytes, descriptor
+        access = mmap.ACCESS_WRITE if is_owner else mmap.ACCESS_READ
+        memory = memoryview(mmap.mmap(descriptor, arena_bytes(num_slots, slot_bytes), access=access))
+        first = aligned(num_slots * HEADER_BYTES)
+        self.headers, self.rows = memory[:first], memory[first:]
+
+    @classmethod
+    def create(cls, num_slots: int, slot_bytes: int) -> Self:
+        """Allocate the memory, zeroed."""
+        descriptor = os.memfd_create("kvplane-host-tier", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        with ExitStack() as undo:
+            undo.callback(os.close, descriptor)
+            os.ftruncate(descriptor, arena_bytes(num_slots, slot_bytes))
+            arena = cls(descriptor, num_slots, slot_bytes, is_owner=True)
+            seals = _FUTURE_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+            undo.pop_all()
+        return arena
+
+    @classmethod
+    def open(cls, descriptor: int, num_slots: int, slot_bytes: int) -> Self:
+        """Map the memory of a peer, of which this is a descriptor; it then belongs to the result. Raises OSError or
+        ValueError if the file is smaller than such a memory, or can shrink: reading it would end this process.
+        """
+        needed = fcntl.F_SEAL_SHRINK | _FUTURE_WRITE
+        is_sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & needed == needed
+        if not is_sealed or os.fstat(descriptor).st_size < arena_bytes(num_slots, slot_bytes):
+            raise ValueError("the file is no sealed memory of this size")
+        arena = cls(descriptor, num_slots, slot_bytes, is_owner=False)
+        arena.close()  # the mapping has a descriptor of its own
+        return arena
+
+    def read(self, slot: int, header: memoryview, payload: memoryview) -> bool:
+        """See `PeerMemory.read`."""
+        header[:] = self.headers[slot * HEADER_BYTES : (slot + 1) * HEADER_BYTES]
+        first = slot * self.slot_bytes
+        payload[:] = self.rows[first : first + len(payload)]
+        return True
+
+    def close(self) -> None:
+        """Close the descriptor; the memory is unmapped with its last view."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+        self.descriptor = -1
+
+
+def arena_bytes(num_slots: int, slot_bytes: int) -> int:
+    """Return the size of the memory of a host tier."""
+    return aligned(num_slots * HEADER_BYTES) + num_slots * slot_bytes

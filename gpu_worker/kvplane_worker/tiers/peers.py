@@ -1,0 +1,134 @@
+"""What the host tiers of other replicas have, as one tier that is only read.
+
+    slot of this tier = first slot of a peer + slot of the peer's host tier
+
+The service says which slots stand for which peer, and in which memory (incarnation) it found them. A copy counts only
+if its seal has the namespace of this worker, never what the peer claims, that memory, and the group, slot, version and
+key of the job. It is verified in memory of this process, before any page is written. Nothing is asked of the peer, and
+nothing holds its slots: a slot that was written again meanwhile is a failed load.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+import torch
+from torch import Tensor
+
+from kvplane.base.groups import TierSpec
+from kvplane_worker.tiers.arena import PeerMemory, aligned
+from kvplane_worker.tiers.kept import Kept
+from kvplane_worker.tiers.seal import HEADER_BYTES, IDENTITY_BYTES, Content, held_in
+from kvplane_worker.tiers.slots import Fill, SlotCounts
+
+HOST = 0  # number of the host tier of every replica that has a tier of peers
+_FIRST = attrgetter("first")
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """The host tier of a peer on one rank.
+
+    Attributes:
+        first: slot of the tier of peers that stands for its slot 0.
+        incarnation: 16 bytes that name its memory.
+        memory: where it is read.
+    """
+
+    first: int
+    incarnation: bytes
+    memory: PeerMemory = field(compare=False)
+
+
+class PeerSlots:
+    """The tier of peers. See `Slots`; nothing is written into it."""
+
+    def __init__(self, spec: TierSpec, slot_bytes: int, namespace: bytes = bytes(IDENTITY_BYTES)) -> None:
+        """`namespace`: of this worker, as its own host tier has it."""
+        self.spec = spec
+        self.slot_bytes = aligned(slot_bytes)
+        self.identity = namespace + bytes(IDENTITY_BYTES)
+        self.counts = SlotCounts()
+        self._namespace = namespace
+        self._peers: tuple[Peer, ...] = ()  # replaced as a whole: movers read it
+        self._threads = threading.local()
+
+    @property
+    def peers(self) -> Sequence[Peer]:
+        """The peers, by their first slots."""
+        return self._peers
+
+    def set_peers(self, peers: Sequence[Peer]) -> None:
+        """Read these peers from now on, each at slots of its own."""
+        self._peers = tuple(sorted(peers, key=_FIRST))
+
+    def write(self, contents: Sequence[Content], num_bytes: int, fill: Fill) -> list[bool]:
+        """Write nothing: the slots are those of peers."""
+        del num_bytes, fill
+        return [False] * len(contents)
+
+    def read(self, contents: Sequence[Content], num_bytes: int) -> Tensor | None:
+        """See `Slots.read`. None also if a peer is not there any more."""
+        if num_bytes > self.slot_bytes:
+            return None
+        header, rows = self._staging(len(contents), num_bytes)
+        for at, content in enumerate(contents):
+            payload = _bytes_of(rows[at])
+            if not self._copy(content.slot, header, payload) or not self._is_right(content, header, payload):
+                return None
+        return rows
+
+    def _is_right(self, content: Content, header: memoryview, payload: memoryview) -> bool:
+        """Whether what was copied is what a job names."""
+        peer = self._peer_of(content.slot)
+        if peer is None:
+            return False
+        identity, slot = self._namespace + peer.incarnation, content.slot - peer.first
+        expected = content._replace(identity=identity, tier=HOST, slot=slot)
+        return bytes(header) == expected.seal(payload)
+
+    def _copy(self, slot: int, header: memoryview, payload: memoryview) -> bool:
+        peer = self._peer_of(slot)
+        if peer is None or len(payload) > peer.memory.slot_bytes:
+            return False
+        return peer.memory.read(slot - peer.first, header, payload)
+
+    def _peer_of(self, slot: int) -> Peer | None:
+        peers = self._peers
+        at = bisect_right(peers, slot, key=_FIRST) - 1
+        return peers[at] if at >= 0 and slot - peers[at].first < peers[at].memory.num_slots else None
+
+    def _staging(self, count: int, num_bytes: int) -> tuple[memoryview, Tensor]:
+        """Return memory of this thread for a header and this number of payloads."""
+        buffer: Tensor | None = getattr(self._threads, "buffer", None)
+        if buffer is None or buffer.numel() < HEADER_BYTES + count * num_bytes:
+            buffer = self._threads.buffer = torch.empty(HEADER_BYTES + count * num_bytes, dtype=torch.uint8)
+        header = _bytes_of(buffer[:HEADER_BYTES])
+        return header, buffer[HEADER_BYTES : HEADER_BYTES + count * num_bytes].view(count, num_bytes)
+
+    @property
+    def is_suspended(self) -> bool:
+        """Never: a peer that is gone is not read."""
+        return False
+
+    def held(self, slot: int) -> tuple[int, int]:
+        """See `Slots.held`."""
+        header = memoryview(bytearray(HEADER_BYTES))
+        return held_in(bytes(header)) if self._copy(slot, header, memoryview(bytearray())) else (0, 0)
+
+    def close(self, kept: Kept | None = None, erase: bool = False) -> None:
+        """Release the memory of all peers."""
+        del kept, erase
+        peers, self._peers = self._peers, ()
+        for peer in peers:
+            peer.memory.close()
+
+
+def _bytes_of(row: Tensor) -> memoryview:
+    """Return the bytes of a row, writable."""
+    view: memoryview = row.numpy().data
+    return view

@@ -1,0 +1,247 @@
+"""Random prompts that move between engines of one namespace, whose peers give wrong bytes, die, come back and forget.
+
+Each answer is compared with the dense model, each copy with the ledger of what was really written. At the end nothing
+may be left: jobs, pins, blocks, descriptors.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any
+
+from kvplane.base.sections import Peers
+from kvplane_service.replicas import peers as board
+from kvplane_worker.engine.config import BOS
+from kvplane_worker.engine.request import Request
+from kvplane_worker.tiers import Movers, PeerSlots
+from kvplane_worker.tiers.arena import PeerMemory
+from tests.engine.faults import Fault
+from tests.engine.stress import FULL, Report, compare
+from tests.peers.ledger import LEDGER, CheckedOps, CheckedPeers, Ledger, NotedSlots
+from tests.peers.memories import MEMORIES, READERS, Memory, ScattersFirst
+from tests.peers.site import CONFIG, NAMESPACE, Site, pool_of
+
+KINDS = (*MEMORIES, "confused", "killed", "restarted")
+# Slots of a host tier that forgets what peers are just reading, what they were sent of, or nothing.
+FEW_SLOTS, CHURN_SLOTS, MANY_SLOTS = 14, 30, 400
+MOST_OPEN = 3
+BLOCK, IDLE_SHARE, STRIKES = 16, 0.5, 0.02
+
+
+@dataclass
+class Outcome:
+    """What a run found.
+
+    Attributes:
+        kind: of the run.
+        only_peers: tokens, in whole blocks, of prompts that another engine had served, and this one had not.
+        loaded: of these, tokens that were loaded instead of computed.
+        wrong: copies that were accepted, and are not what the index names.
+        leaks: what is left.
+    """
+
+    kind: str
+    report: Report = field(default_factory=Report)
+    only_peers: int = 0
+    loaded: int = 0
+    loads: int = 0
+    accepted: int = 0
+    refused: int = 0
+    torn: int = 0
+    wrong: list[str] = field(default_factory=list)
+    leaks: list[str] = field(default_factory=list)
+
+    @property
+    def differing(self) -> int:
+        return self.report.differing + self.report.off
+
+    @property
+    def is_good(self) -> bool:
+        return not self.differing and not self.wrong and not self.leaks
+
+    def line(self) -> str:
+        share = f"{self.loaded / self.only_peers:6.1%}" if self.only_peers else "     -"
+        return (
+            f"{self.kind:22} {self.report.requests:5} requests, {self.loads:4} loads, {share} of"
+            f" {self.only_peers:6} tokens, {self.accepted:5} copies, {self.refused:4} refused, {self.torn:3} torn,"
+            f" {self.differing} tokens differ, {len(self.wrong)} wrong copies, {len(self.leaks)} leaks"
+        )
+
+
+class Confused(board.Namespace):
+    """A service that confuses two keys of a group periodically: its rows name slots that hold something else."""
+
+    rng = Random(3)
+
+    def _rows(self, me: board.Member) -> Peers:
+        rows = super()._rows(me)
+        size = len(rows.hashes) // max(1, len(rows.slot))
+        parts = [rows.hashes[at * size : (at + 1) * size] for at in range(len(rows.slot))]
+        for at in range(1, len(parts)):
+            if rows.group[at] == rows.group[at - 1] and self.rng.random() < 0.3:
+                parts[at - 1], parts[at] = parts[at], parts[at - 1]
+        return replace(rows, hashes=b"".join(parts))
+
+
+@contextmanager
+def confused(is_so: bool) -> Any:
+    """Let registries make namespaces that are confused."""
+    from kvplane_service import registry
+
+    before, registry.Namespace = registry.Namespace, Confused if is_so else board.Namespace  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        registry.Namespace = before  # type: ignore[attr-defined]
+
+
+class Run:
+    """One run of the campaign."""
+
+    def __init__(
+        self, kind: str, seed: int, reader: type[PeerSlots] = CheckedPeers, movers: type[Movers] = Movers
+    ) -> None:
+        vars(LEDGER).update(vars(Ledger()))
+        self.outcome, self._rng, self._kind = Outcome(kind), Random(seed), kind
+        fault = Fault(kind, "", slots=NotedSlots, peers=reader, ops=CheckedOps, movers=movers)
+        slots = {"sound": MANY_SLOTS, "late": FEW_SLOTS, "torn reads": FEW_SLOTS}.get(kind, CHURN_SLOTS)
+        config = replace(CONFIG, load_deadline_s=0.1 if kind == "slow" else 30.0)
+        self.site = Site(3, pool_of(3, (FULL,), slots, num_blocks=30, max_model_len=200), config, fault, self._memory)
+        self._open: dict[str, tuple[Request, int, int]] = {}
+        self._seen: list[set[int]] = [set() for _ in self.site.worlds]  # prompts that each engine knows
+        self._number, self._lives = 0, len(self.site.worlds)
+        self._asked: dict[str, int] = {}  # the engine of each request
+        self._prompts = [self._text(self._rng.randrange(60, 160)) for _ in range(12)]
+
+    def _memory(self, arena: PeerMemory, incarnation: bytes) -> PeerMemory:
+        return MEMORIES.get(self._kind, Memory)(arena, NAMESPACE, incarnation, Random(self._rng.random()))
+
+    def _text(self, count: int) -> list[int]:
+        return [BOS, *(self._rng.randrange(256) for _ in range(count))]
+
+    def serve(self, num_requests: int) -> Outcome:
+        """Serve requests, then look for what is left."""
+        left = num_requests
+        while left or self._open:
+            while left and len(self._open) < MOST_OPEN:
+                self._ask()
+                left -= 1
+            for number, world in enumerate(self.site.worlds):
+                if world.engine.has_work or self._rng.random() < IDLE_SHARE:  # an idle engine reports what it saved
+                    for request in world.engine.step():
+                        self._finish(number, request)
+            if self._kind in ("killed", "restarted") and self._rng.random() < STRIKES:
+                self._strike()
+        for world in self.site.worlds:
+            for _ in range(20):
+                world.engine.step()
+            self._count(world)
+            self.outcome.leaks += leaks_of(world)
+        self.site.close()
+        found = self.outcome
+        found.wrong, found.accepted, found.refused, found.torn = (
+            LEDGER.wrong, LEDGER.accepted, LEDGER.refused, LEDGER.torn,
+        )  # fmt: skip
+        return found
+
+    def _ask(self) -> None:
+        """Ask an engine for a known prompt, mostly one that it does not know, or for a new one."""
+        rng = self._rng
+        number, which = rng.randrange(len(self.site.worlds)), rng.randrange(len(self._prompts))
+        if self._kind != "sound" and rng.random() < 0.2:
+            self._prompts[which] = self._text(rng.randrange(60, 160))
+            for seen in self._seen:
+                seen.discard(which)
+        self._number += 1
+        prompt = [*self._prompts[which], *(rng.randrange(256) for _ in range(rng.randrange(1, 9)))]
+        request = Request(f"q{self._number}", prompt, rng.choice([1, 3, 9]), keep_logits=True)
+        is_asked = any(which == one for _, one, _ in self._open.values())
+        is_new = which not in self._seen[number] and not is_asked
+        expected = len(self._prompts[which]) // BLOCK * BLOCK if any(which in one for one in self._seen) else 0
+        self._open[request.request_id] = request, which, expected * is_new
+        self._asked[request.request_id] = number
+        self.site.worlds[number].engine.add(request)
+
+    def _finish(self, number: int, request: Request) -> None:
+        _, which, expected = self._open.pop(request.request_id)
+        if self._prompts[which] == request.prompt[: len(self._prompts[which])]:
+            self._seen[number].add(which)
+        self.outcome.only_peers += expected
+        self.outcome.loaded += min(expected, request.hits[-1]) if request.hits else 0
+        self.outcome.report.requests += 1
+        if not request.error:
+            compare(self.site.worlds[number], request, self.outcome.report)
+
+    def _strike(self) -> None:
+        """Kill an engine with its worker, or let it come back with new memory under its name."""
+        number = self._rng.randrange(len(self.site.worlds))
+        world = self.site.worlds[number]
+        self._count(world)
+        world.check()
+        self.site.registry.remove(world.name)
+        self._lives += 1
+        name = world.name if self._kind == "restarted" else f"engine/{self._lives}"
+        self.site.worlds[number] = self.site.make(name)
+        self._seen[number] = set()
+        self.site.connect()
+        self.site.connect()
+        for request_id, (request, which, _) in list(self._open.items()):
+            if self._asked[request_id] == number:
+                again = Request(request_id, request.prompt, request.max_new_tokens, keep_logits=True)
+                self._open[request_id] = again, which, 0
+                self.site.worlds[number].engine.add(again)
+
+    def _count(self, world: Any) -> None:
+        counts = world.engine.counts
+        self.outcome.loads += counts.loads
+
+
+def leaks_of(world: Any) -> list[str]:
+    """What a replica that serves nothing still holds."""
+    core = world.host.replica
+    jobs = {kind: count for kind, count in core.tiers.open_jobs().items() if count and kind == "load"}
+    found = [f"{world.name}: {count} {kind} jobs" for kind, count in jobs.items()]
+    counts = core.block_counts
+    return found + [f"{world.name}: {counts.held} blocks held, {counts.busy} busy"] * bool(counts.held or counts.busy)
+
+
+def open_memories() -> int:
+    """Descriptors of memory files that this process has open."""
+    gc.collect()
+    links = [os.path.join("/proc/self/fd", one) for one in os.listdir("/proc/self/fd")]
+    return sum("kvplane-host-tier" in os.readlink(one) for one in links if os.path.islink(one))
+
+
+def run(kind: str, num_requests: int, seed: int, **planted: Any) -> Outcome:
+    """Serve requests with peers of this kind."""
+    before = open_memories()
+    with confused(kind == "confused"):
+        campaign = Run(kind, seed, **planted)
+        outcome = campaign.serve(num_requests)
+    del campaign
+    left = open_memories() - before
+    outcome.leaks += [f"{left} memory files"] * (left > 0)
+    return outcome
+
+
+def plants() -> dict[str, Callable[[int, int], Outcome]]:
+    """Runs with a planted fault of the reader, by its name: they take a number of requests, and a seed."""
+
+    def with_reader(reader: type[PeerSlots], kind: str) -> Callable[[int, int], Outcome]:
+        return lambda count, seed: run(kind, count, seed, reader=reader)
+
+    made = {name: with_reader(*one) for name, one in READERS.items()}
+    made["bytes are scattered before they are verified"] = lambda count, seed: run(
+        "wrong bytes", count, seed, movers=ScattersFirst
+    )
+    return made
+
+
+def kinds() -> Sequence[str]:
+    """All kinds of runs."""
+    return KINDS

@@ -1,0 +1,117 @@
+"""Several reference engines of one namespace on one service in this process, which read each other's host tiers.
+
+Each engine has pages, a host tier in a real memory file and movers of its own. Its peers map that file by its
+descriptor, as workers do (`kvplane_worker.rpc.arenas`); the service learns of the memory as workers register.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvplane.base.groups import SavePolicy, TierKind, TierSpec
+from kvplane.base.step import RowFlag
+from kvplane.base.worker import PeerArena, WorkerInfo, WorkerState
+from kvplane_service.config import Config
+from kvplane_service.registry import Registry
+from kvplane_worker.engine.config import LayerConfig, ModelConfig
+from kvplane_worker.engine.scheduler import SchedulerConfig
+from kvplane_worker.tiers import HostSlots, Peer, PeerSlots
+from kvplane_worker.tiers.arena import Arena, PeerMemory
+from kvplane_worker.tiers.seal import IDENTITY_BYTES
+from tests.engine.faults import Fault
+from tests.engine.stress import FULL, tuned
+from tests.engine.world import SOUND, Pool, World
+
+HOST_SLOTS = 400
+NAMESPACE = b"one namespace..."
+assert len(NAMESPACE) == IDENTITY_BYTES
+
+
+def pool_of(
+    num_engines: int, layers: tuple[LayerConfig, ...] = (FULL, FULL), host_slots: int = HOST_SLOTS, **changes: Any
+) -> Pool:
+    """The pool of each engine: its device has room for a few prompts."""
+    tiers = (
+        TierSpec(TierKind.HOST, host_slots, save=SavePolicy.THROUGH),
+        TierSpec(TierKind.PEERS, num_engines * host_slots),
+    )
+    sizes: dict[str, Any] = {"num_blocks": 70, "max_model_len": 300, "max_batched_tokens": 160, "batches": 4}
+    return Pool(ModelConfig(layers, num_ranks=1), tiers=tiers, **{**sizes, **changes})
+
+
+CONFIG = tuned(token_budget=160, admit_flags=RowFlag.LOAD)
+
+
+@dataclass
+class Site:
+    """The engines, by name.
+
+    Attributes:
+        memory_of: makes what a peer reads of a memory that it has mapped; replaced by faults.
+    """
+
+    num_engines: int
+    pool: Pool
+    config: SchedulerConfig = CONFIG
+    fault: Fault = SOUND
+    memory_of: Callable[[PeerMemory, bytes], PeerMemory] = lambda arena, _: arena
+    registry: Registry = field(default_factory=lambda: Registry(Config(), lambda: 0))
+
+    def __post_init__(self) -> None:
+        self.worlds = [self.make(f"engine/{number}") for number in range(self.num_engines)]
+        self.connect()
+
+    def make(self, name: str) -> World:
+        """Make an engine with new memory, and register its workers."""
+        world = World(self.pool, self.config, self.registry, name, fault=self.fault, namespace=NAMESPACE)
+        for rank in range(self.pool.model.num_ranks):
+            self.registry.get(name).workers.register(self.info(world, rank))
+        return world
+
+    def info(self, world: World, rank: int) -> WorkerInfo:
+        """What the worker of a rank registers."""
+        host, peers = tiers_of(world, rank)
+        return WorkerInfo(
+            rank,
+            1 + id(host) % (1 << 60),
+            f"unix:/{world.name}/{rank}",
+            os.getpid(),
+            "cpu",
+            state=WorkerState.READY,
+            host_incarnation=host.identity[IDENTITY_BYTES:],
+            mapped=tuple(peer.incarnation for peer in peers.peers),
+        )
+
+    def connect(self) -> None:
+        """Let the workers renew their leases, map what they may read, and report it."""
+        for world in self.worlds:
+            entry = self.registry.get(world.name)
+            for rank in range(self.pool.model.num_ranks):
+                assert entry.namespace is not None
+                peers = tiers_of(world, rank)[1]
+                peers.set_peers([self.peer(one, rank) for one in entry.namespace.arenas(world.name, rank)])
+                entry.workers.renew(self.info(world, rank))
+
+    def peer(self, arena: PeerArena, rank: int) -> Peer:
+        """Map the memory of a peer."""
+        name = arena.address.removeprefix("unix:/").rpartition("/")[0]
+        (world,) = (one for one in self.worlds if one.name == name)
+        host = tiers_of(world, rank)[0]
+        mapped = Arena.open(os.dup(host.arena.descriptor), host.arena.num_slots, host.arena.slot_bytes)
+        return Peer(arena.first, arena.incarnation, self.memory_of(mapped, arena.incarnation))
+
+    def close(self) -> None:
+        """Check the invariants of all cores, and stop all movers."""
+        for world in self.worlds:
+            world.check()
+
+
+def tiers_of(world: World, rank: int) -> tuple[HostSlots, PeerSlots]:
+    """The tiers of a rank."""
+    host, peers = world.movers[rank].tiers
+    assert isinstance(host, HostSlots)
+    assert isinstance(peers, PeerSlots)
+    return host, peers

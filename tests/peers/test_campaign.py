@@ -1,0 +1,39 @@
+"""Engines that read each other's host tiers answer as the dense model does, whatever their peers do.
+
+`python -m tests.peers` is the large run.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.peers.campaign import kinds, plants, run
+
+REQUESTS, SEED, SEEDS = 24, 1, 6
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Small matrices take longer on several threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_no_token_differs_and_nothing_is_left(kind: str):
+    outcome = run(kind, REQUESTS, SEED)
+    assert (outcome.differing, outcome.wrong, outcome.leaks) == (0, [], [])
+    assert outcome.report.requests == REQUESTS
+    assert outcome.loads > 0
+    if kind == "sound":
+        assert outcome.loaded >= 0.95 * outcome.only_peers > 0
+    if kind in ("wrong bytes", "another namespace", "another memory", "another slot", "gone", "confused"):
+        assert outcome.refused > 0
+
+
+@pytest.mark.parametrize("name", plants())
+def test_a_planted_fault_of_the_reader_is_found(name: str):
+    assert any(not plants()[name](2 * REQUESTS, seed).is_good for seed in range(SEED, SEED + SEEDS))

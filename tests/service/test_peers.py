@@ -1,0 +1,129 @@
+"""What a service sends to replicas of the host tiers of others, and which others."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from kvplane.base.errors import InvalidArgument
+from kvplane.base.groups import TierKind, TierSpec
+from kvplane_service.registry import Entry, Registration
+from kvplane_worker.engine.request import Request
+from kvplane_worker.tiers.seal import IDENTITY_BYTES
+from tests.core.builders import full, replica_spec
+from tests.engine.stress import FULL
+from tests.engine.world import World
+from tests.peers.site import Site, pool_of, tiers_of
+
+PROMPT = list(range(1, 100))
+
+
+@pytest.fixture
+def site():
+    made = Site(2, pool_of(2, (FULL,)))
+    yield made
+    made.close()
+
+
+def entry_of(site: Site, world: World) -> Entry:
+    return site.registry.get(world.name)
+
+
+def serve(world: World, name: str = "q") -> int:
+    """Serve a prompt, and let the engine report what it saved; returns the tokens that were loaded."""
+    before = world.engine.counts.loaded_tokens
+    world.engine.add(Request(name, PROMPT, 2))
+    while world.engine.has_work:
+        world.engine.step()
+    for _ in range(30):
+        world.engine.step()
+        time.sleep(0.002)
+    return world.engine.counts.loaded_tokens - before
+
+
+def test_a_replica_gets_what_its_workers_can_read(site: Site):
+    first, second = site.worlds
+    assert serve(first) == 0
+    assert serve(second) == 96
+
+
+def test_a_replica_whose_workers_have_mapped_nothing_gets_nothing(site: Site):
+    first, second = site.worlds
+    tiers_of(second, 0)[1].set_peers([])
+    entry_of(site, second).workers.renew(site.info(second, 0))
+    serve(first)
+    assert serve(second) == 0
+    assert tiers_of(second, 0)[1].counts.refused == 0
+    site.connect()
+    assert serve(second, "again") == 0, "the device has it"
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["the reader", "the peer"])
+def test_a_reset_ends_what_is_sent_and_read(site: Site, which: int):
+    first, second = site.worlds
+    serve(first)
+    world = site.worlds[which]
+    world.engine.change_weights(world.weights)
+    serve(first, "again")
+    assert serve(second) == 0
+
+
+def test_a_peer_whose_engine_is_gone_is_forgotten(site: Site):
+    first, second = site.worlds
+    serve(first)
+    assert first.host._session is not None
+    first.host.close(first.host._session.nonce)
+    assert serve(second) == 0
+
+
+def test_replicas_of_other_owners_weights_or_plans_are_no_peers(site: Site):
+    registration = entry_of(site, site.worlds[0]).registration
+    assert isinstance(registration, Registration)
+    others = [
+        replace(registration, registered_by="another owner"),
+        replace(registration, namespace_digest=b"other weights"),
+        replace(registration, num_ranks=2),
+        replace(registration, plans=()),
+        replace(registration, spec=replace(registration.spec, hash_block_size=8)),
+    ]
+    names = [registration.namespace, *(one.namespace for one in others)]
+    assert len(set(names)) == len(names)
+    assert {len(one) for one in names} == {IDENTITY_BYTES}
+    assert replace(registration, model_name="shown", nonce=5).namespace == registration.namespace
+    assert replace(registration, spec=replace(registration.spec, tiers=())).namespace == b""
+
+
+def test_ranges_of_new_memory_overlap_with_none(site: Site):
+    first, second = site.worlds
+    namespace = entry_of(site, first).namespace
+    assert namespace is not None
+    (one,) = namespace.arenas(second.name, 0)
+    (other,) = namespace.arenas(first.name, 0)
+    assert one.num_slots == other.num_slots == first.pool.tiers[0].num_blocks
+    assert {one.first, other.first} == {0, one.num_slots}
+    first.check()
+    site.registry.remove(first.name)
+    assert namespace.arenas(second.name, 0) == []
+    site.worlds[0] = site.make(first.name)
+    (again,) = namespace.arenas(second.name, 0)
+    assert again.first == one.first
+    assert again.incarnation != one.incarnation
+
+
+def test_a_tier_of_peers_that_is_too_small_reads_no_peer():
+    pool = pool_of(1, (FULL,))
+    site = Site(2, pool)
+    first, second = site.worlds
+    namespace = entry_of(site, first).namespace
+    assert namespace is not None
+    assert len(namespace.arenas(first.name, 0)) + len(namespace.arenas(second.name, 0)) == 1
+    site.close()
+
+
+def test_tiers_of_peers_that_cannot_be_are_refused_by_name():
+    peers, host = TierSpec(TierKind.PEERS, 5), TierSpec(TierKind.HOST, 5)
+    for tiers in ((peers,), (host, TierSpec(TierKind.DISK, 5), peers), (host, replace(peers, retained_percent=5))):
+        with pytest.raises(InvalidArgument, match="tiers"):
+            replica_spec(full(), tiers=tiers).validate()

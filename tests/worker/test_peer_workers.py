@@ -1,0 +1,38 @@
+"""Worker processes of two replicas: each learns of the other by its renewals, maps its memory, and reports it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvplane.base.groups import TierKind, TierSpec
+from tests.service.rig import until
+from tests.worker.rig import World, world
+
+TIERS = (TierSpec(TierKind.HOST, 8), TierSpec(TierKind.PEERS, 24))
+LEASE_MS = 600
+
+
+def incarnation_of(here: World, name: str) -> bytes:
+    return here.shown(name)[0].host_incarnation
+
+
+def mapped_by(here: World, name: str) -> set[bytes]:
+    return {one for worker in here.shown(name) for one in worker.mapped}
+
+
+def test_workers_map_the_host_tiers_of_their_namespace_and_no_others(tmp_path: Path):
+    with world(tmp_path, worker_lease_ms=LEASE_MS) as here:
+        for name in ("a", "b"):
+            here.register(name, namespace=b"weights", tiers=TIERS)
+        here.register("c", namespace=b"other weights", tiers=TIERS)
+        workers = {name: here.worker(replica=name, folder=name)[0] for name in "abc"}
+        names = {name: incarnation_of(here, name) for name in "abc"}
+        assert len(set(names.values())) == 3
+        until(lambda: mapped_by(here, "a") == {names["b"]} and mapped_by(here, "b") == {names["a"]})
+        assert mapped_by(here, "c") == set()
+        workers["a"].kill()
+        until(lambda: mapped_by(here, "b") == set())
+        here.worker(replica="a", folder="a")
+        again = incarnation_of(here, "a")
+        assert again not in names.values()
+        until(lambda: mapped_by(here, "b") == {again})
