@@ -28,6 +28,7 @@ from tests.versions.kept import COMMITS, HERE, Sent, files, read_messages
 from tests.versions.served import NAME, Served
 from tests.versions.write import SERVED, STEPS, _engine, _run, write_stores
 
+LATER_ORDERS = ("load_key", "save_key", "move_key")  # an engine of before does not read them
 STEP_FIELDS = ("granted", "admit_status", "admit_hit", "admit_granted", "preempted", "new_blocks", "orders")
 CHANGED = ("classes-left-out",)  # sessions whose hits are longer now
 named: dict[str, Any] = {"ids": lambda path: f"{path.parent.parent.name} {path.stem}"}
@@ -64,6 +65,8 @@ def test_an_engine_of_an_earlier_version_gets_the_answers_that_it_got(path):
             elif then.WhichOneof("kind") == "result":
                 compared += 1
                 for old, new in zip(then.result.parts, now.result.parts, strict=True):
+                    for column in LATER_ORDERS:
+                        new.orders.ClearField(column)
                     assert [getattr(old, name) for name in STEP_FIELDS] == [getattr(new, name) for name in STEP_FIELDS]
             check(served.host.replica)
     served.finish()
