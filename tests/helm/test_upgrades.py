@@ -136,7 +136,7 @@ def test_a_fault_of_the_chart_is_found(file, right, wrong, pair, tmp_path):
         (chart / "templates" / "_validations.tpl").write_text(
             (CHART / "templates" / "_validations.tpl").read_text().replace(' "installed"', "")
         )
-    assert complaints_about(*pair, chart=chart)
+    assert complaints_about(pair[0], pair[1], chart)
 
 
 def test_a_store_is_changed_by_removing_the_statefulset_first():
