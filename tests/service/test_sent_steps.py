@@ -13,6 +13,7 @@ from kvplane import wire
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.prefetch import Prefetch
 from kvplane.base.retain import Retain
+from kvplane.base.sections import Peers
 from kvplane.base.step import Admit, ExtraKeys, Facts, News, Part, Resume, Run, Step, StepResult
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.v1 import step_pb2
@@ -22,7 +23,7 @@ from kvplane_core.spec.replica import Replica
 from kvplane_service.decisions.log import without_tokens
 from kvplane_service.decisions.packing import pack_decision
 from kvplane_service.decisions.sent import Record, SentResult, SentStep, answered, kinds_of
-from kvplane_service.replicas.step_order import size_of
+from kvplane_service.replicas.step_order import check_sections, size_of
 from tests.core import page_engine, test_tier_contents
 from tests.core.compared import ComparedCores
 from tests.core.test_page_contents import CACHED_MIXES, run
@@ -138,6 +139,7 @@ EVERYTHING = Part(
     run=Run([1], extra=[-3], cap=[1 << 31]),
     prefetch=Prefetch([4], [1], bytes(32), ["x"], [1 << 62]),
     retain=Retain([1], bytes(32), ["d"], ["o"], [1], [1 << 63], [50]),
+    peers=Peers([4], [1 << 50], [0], bytes(32), ["d"], [5]),
     resume=Resume([9], [1], [2], [3], num_blocks=[1], blocks=[5]),
     with_hashes=True,
 )  # fmt: skip
@@ -159,9 +161,20 @@ def test_what_a_step_has_is_known_before_it_is_applied():
     assert read.num_parts == 2
     assert (read.num_rows, read.num_tokens) == size_of(step)
     assert read.kinds == kinds_of(step) | HAS_KEYS
-    assert (read.retains_at, list(read.domains)) == (1, [(1, ["team"])])
+    assert (read.of_service_at, list(read.domains)) == (1, [(1, ["team"])])
     assert (read.epoch, read.seq, read.part, read.last) == (3, 4, 2, False)
     assert (read.executed_through, read.traceparent) == (1, "00-a-b-01")
+
+
+@pytest.mark.parametrize("section", [{"retain": Retain([1], bytes(32))}, {"peers": Peers(gone=[3])}])
+def test_sections_that_only_the_service_adds_are_refused(section):
+    step = Step(3, 4, [Part(), Part(**section)])
+    assert read_of(step).of_service_at == 1
+    assert read_of(Step(3, 4, [Part(), Part()])).of_service_at == -1
+    (name,) = section
+    with pytest.raises(InvalidArgument) as refused:
+        check_sections(step)
+    assert refused.value.field == f"parts[1].{name}"
 
 
 def reads_alike(raw: bytes) -> bool:

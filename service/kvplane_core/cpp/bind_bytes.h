@@ -119,6 +119,11 @@ inline bool RetainsNothing(const Retain& retain) {
            retain.priority.empty() && retain.until_ns.empty() && retain.percent.empty();
 }
 
+inline bool HasPeers(const Peers& peers) {
+    return !peers.slot.empty() || !peers.gone.empty() || !peers.version.empty() || !peers.group.empty() ||
+           peers.hashes.size || !peers.domain.empty();
+}
+
 // ((number of a part with new requests, their domains), ...)
 inline PyObject* DomainsToPy(const Step& step) {
     Owned found(PyList_New(0));
@@ -153,7 +158,7 @@ inline SentStep& SentOf(PyObject* capsule) {
 }
 
 // read_step(message, digest size) -> (step, epoch, seq, part, whether it is the last, executed_through, traceparent,
-// number of parts, rows, token ids, kinds, first part that retains or -1, domains), or None for a message that has
+// number of parts, rows, token ids, kinds, first part with sections of the service or -1, domains), or None for a message that has
 // anything else than a step, or what Python refuses
 inline PyObject* ReadSentStep(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     return Guarded([&]() -> PyObject* {
@@ -182,19 +187,19 @@ inline PyObject* ReadSentStep(PyObject*, PyObject* const* arguments, Py_ssize_t 
         if (!is_read) return Py_NewRef(Py_None);
         const SentStep& one = *sent;
         const Step& step = one.step;
-        Int rows = 0, tokens = 0, kinds = 0, retains = kNone;
+        Int rows = 0, tokens = 0, kinds = 0, of_service = kNone;
         for (size_t number = step.parts.size(); number-- > 0;) {
             const Part& part = step.parts[number];
             rows += NumRows(part);
             tokens += part.facts.tokens.count + part.news.tokens.count;
             kinds |= KindsOf(part);
-            if (!RetainsNothing(part.retain)) retains = static_cast<Int>(number);
+            if (!RetainsNothing(part.retain) || HasPeers(part.peers)) of_service = static_cast<Int>(number);
         }
         const Owned capsule(Capsule(std::move(sent), kSent, DestroySent));
         return Tuple(Py_NewRef(capsule.get()), ToPy(one.epoch), ToPy(one.seq), ToPy(step.part),
                      PyBool_FromLong(step.last), ToPy(one.executed_through),
                      ToPy(std::string(reinterpret_cast<const char*>(one.traceparent.data), one.traceparent.size)),
-                     ToPy(static_cast<Int>(step.parts.size())), ToPy(rows), ToPy(tokens), ToPy(kinds), ToPy(retains),
+                     ToPy(static_cast<Int>(step.parts.size())), ToPy(rows), ToPy(tokens), ToPy(kinds), ToPy(of_service),
                      DomainsToPy(step));
     });
 }

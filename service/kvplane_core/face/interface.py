@@ -110,7 +110,7 @@ class ReadStep(NamedTuple):
         epoch, seq, part, last, executed_through, traceparent: as in `Step`.
         num_parts, num_rows, num_tokens: numbers of parts, rows and token ids.
         kinds: what it has, the sum of SCHEDULES (run or admit rows), BEGINS (new requests), RESUMES and HAS_KEYS.
-        retains_at: the first part that retains something; -1 = none does.
+        of_service_at: the first part with a section that only the service adds, `retain` or `peers`; -1 = none has.
         domains: the cache domains of new requests, by the number of their part.
     """
 
@@ -125,7 +125,7 @@ class ReadStep(NamedTuple):
     num_rows: int
     num_tokens: int
     kinds: int
-    retains_at: int
+    of_service_at: int
     domains: Sequence[tuple[int, Sequence[str]]]
 
 

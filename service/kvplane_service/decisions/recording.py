@@ -24,7 +24,7 @@ from google.protobuf.message import DecodeError
 from kvplane import wire
 from kvplane.base.errors import InvalidArgument, NotFound
 from kvplane.base.groups import ReplicaSpec
-from kvplane.base.step import STEP_VERSION, CacheEvent, Part, RemoveReason, RowFlag, Step, StepResult
+from kvplane.base.step import KEY_COLUMNS, STEP_VERSION, CacheEvent, Part, RemoveReason, RowFlag, Step, StepResult
 from kvplane.v1.admin_pb2 import RecordedDecision, RecordedLife, RecordHeader, RecordResponse
 from kvplane_core.face.columns import words_of
 from kvplane_service.decisions.log import Decision, Entry, hashed_step
@@ -75,10 +75,19 @@ def message_of(entry: Entry, digest_size: int) -> RecordResponse:
 
 def result_digest(result: StepResult, events: tuple[Sequence[CacheEvent], ...]) -> bytes:
     """Return a SHA-256 digest of an answer and its cache events, by which a replay is compared. Moves of keys between
-    blocks, changes of tiers, `admit_needed` and `run_needed` are left out, because older versions did not report them.
+    blocks, changes of tiers, `admit_needed`, `run_needed` and the keys of jobs are left out, because older versions did
+    not report them.
     """
+    keys: dict[str, list[int]] = {name: [] for name in KEY_COLUMNS}
     parts = [
-        replace(part, events=_without_moves(of_part), tier_events=(), admit_needed=[], run_needed=[])
+        replace(
+            part,
+            events=_without_moves(of_part),
+            tier_events=(),
+            admit_needed=[],
+            run_needed=[],
+            orders=replace(part.orders, **keys),
+        )
         for part, of_part in zip(result.parts, events, strict=True)
     ]
     return hashlib.sha256(wire.encode_result(result_with(result, parts)).SerializeToString()).digest()

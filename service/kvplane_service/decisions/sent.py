@@ -44,7 +44,7 @@ class SentStep(Step):
 
     Attributes:
         read: the step as the core read it; None once it was applied.
-        num_parts, num_rows, num_tokens, kinds, retains_at, domains: see `ReadStep`.
+        num_parts, num_rows, num_tokens, kinds, of_service_at, domains: see `ReadStep`.
         with_events: whether its answer has the events of its parts.
         message: kept until the step is applied.
     """
@@ -59,8 +59,8 @@ class SentStep(Step):
         "num_parts",
         "num_rows",
         "num_tokens",
+        "of_service_at",
         "read",
-        "retains_at",
         "with_events",
     )  # fmt: skip
 
@@ -69,7 +69,7 @@ class SentStep(Step):
         self.epoch, self.seq, self.part, self.last = read.epoch, read.seq, read.part, read.last
         self.executed_through, self.traceparent, self.rows = read.executed_through, read.traceparent, None
         self.num_parts, self.num_rows, self.num_tokens = read.num_parts, read.num_rows, read.num_tokens
-        self.kinds, self.retains_at, self.domains = read.kinds, read.retains_at, read.domains
+        self.kinds, self.of_service_at, self.domains = read.kinds, read.of_service_at, read.domains
         self.read, self.with_events, self.message, self._decode = read.form, True, message, decode
         self._made: list[Part] | None = None
         self._record: Record | None = None

@@ -37,7 +37,7 @@ from kvplane_service.replicas.step_order import (
     StepOrder,
     Turn,
     UnaryStep,
-    check_retains_nothing,
+    check_sections,
     check_step,
     part_that_ends_all,
 )
@@ -446,7 +446,7 @@ class ReplicaHost(HostState):
         answer = self._order.find(step, fingerprint)
         if answer is not None:
             return answer
-        check_retains_nothing(step)
+        check_sections(step)
         rows = check_step(step, self._order, self.replica.executed_through, self._config)
         requests = self.mirror.requests
         on_done: OnDone | None = None

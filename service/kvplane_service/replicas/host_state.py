@@ -18,7 +18,7 @@ from kvplane_service.replicas.applying import Applying
 from kvplane_service.replicas.engine_lives import Clock, EngineLives
 from kvplane_service.replicas.events import EventLog, PublicationHold
 from kvplane_service.replicas.idle_check import IdleCheck
-from kvplane_service.replicas.peers import Member, Namespace, note_parts
+from kvplane_service.replicas.peers import Member, Namespace
 from kvplane_service.replicas.recovery import Recovering
 from kvplane_service.replicas.sessions import SessionSlot
 from kvplane_service.replicas.states import FIRST_EPOCH
@@ -146,7 +146,7 @@ class HostState:
     def join(self, namespace: Namespace, member: Member) -> None:
         """Become a member of a namespace."""
         self.peers, self._note_all = namespace, member.note_all
-        self.steps.on_tiers = partial(note_parts, member)
+        self.steps.on_tiers = partial(namespace.note, member)
 
     @property
     def is_live(self) -> bool:

@@ -121,6 +121,7 @@ class Namespace:
 
     def __init__(self) -> None:
         self._members: dict[str, Member] = {}
+        self._has_readers = False
         self._holders: dict[Key, dict[str, tuple[int, int]]] = {}  # by name: slot of the range, and version
 
     def __len__(self) -> int:
@@ -129,6 +130,7 @@ class Namespace:
     def join(self, member: Member) -> None:
         """Add a replica."""
         self._members[member.host.name] = member
+        self._has_readers |= member.reads
 
     def leave(self, name: str) -> None:
         """Remove a replica."""
@@ -136,6 +138,16 @@ class Namespace:
         if member is not None:
             self._hold(member, {})
             del self._members[name]
+            self._has_readers = any(one.reads for one in self._members.values())
+
+    def note(self, member: Member, of_parts: Iterable[Sequence[CacheEvent]]) -> None:
+        """Note what the parts of a step changed in the tiers of a member."""
+        if not self._has_readers:
+            member.changed = None
+            return
+        for events in of_parts:
+            if events:
+                member.note(events)
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
@@ -305,10 +317,3 @@ def _mapped(member: Member) -> set[bytes]:
 def _had_reset(core: ReplicaCore) -> bool:
     """Whether the cache of a replica was reset: the null block has the stamp of the last reset."""
     return core.entries([NULL_BLOCK]).unkeyed_stamp[0] != 0
-
-
-def note_parts(member: Member, of_parts: Iterable[Sequence[CacheEvent]]) -> None:
-    """Note the events of the tiers of each part of a step."""
-    for events in of_parts:
-        if events:
-            member.note(events)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from kvplane.base.errors import InvalidArgument, LimitExceeded, SequenceError
 from kvplane.base.retain import Retain
+from kvplane.base.sections import Peers
 from kvplane.base.session import NEW_EPOCH
 from kvplane.base.step import Cache, End, Facts, Part, Step, StepResult
 from kvplane.base.when_read import given_fields
@@ -20,10 +21,11 @@ from kvplane_service.decisions.sent import SentResult, SentStep, drop_events, re
 
 # Columns with an entry for each row: the section of a part, and the column.
 _COUNTED = (
-    *((section, "slot") for section in ("facts", "news", "run", "admit", "peek", "prefetch", "resume")),
+    *((section, "slot") for section in ("facts", "peers", "news", "run", "admit", "peek", "prefetch", "resume")),
     ("run", "victims"), ("cache", "failed_steps"), ("cache", "evicted"), ("cache", "released"),
-    ("resume", "held_slot"), ("retain", "num_hashes"),
+    ("resume", "held_slot"), ("retain", "num_hashes"), ("peers", "gone"),
 )  # fmt: skip
+_NO_RETAIN, _NO_PEERS = Retain(), Peers()
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,13 +215,17 @@ def size_of(step: Step) -> tuple[int, int]:
     return num_rows, num_tokens
 
 
-def check_retains_nothing(step: Step) -> None:
-    """Raise InvalidArgument if an engine sends the section `retain`, whose times would be those of another clock."""
-    if isinstance(step, SentStep):
-        number = step.retains_at
-    else:
-        retains = (at for at, part in enumerate(step.parts) if "retain" in vars(part) and part.retain != Retain())
-        number = next(retains, -1)
-    if number >= 0:
-        what, remedy = "an engine's step retains nothing itself", "call Retain"
-        raise InvalidArgument(what, field=f"parts[{number}].retain", remedy=remedy)
+def check_sections(step: Step) -> None:
+    """Raise InvalidArgument if an engine sends a section that only the service adds: `retain`, whose times would be
+    those of another clock, or `peers`.
+    """
+    if isinstance(step, SentStep) and step.of_service_at < 0:
+        return
+    for number, part in enumerate(step.parts):
+        given = given_fields(part)
+        if given.get("retain", _NO_RETAIN) != _NO_RETAIN:
+            what, remedy = "an engine's step retains nothing itself", "call Retain"
+            raise InvalidArgument(what, field=f"parts[{number}].retain", remedy=remedy)
+        if given.get("peers", _NO_PEERS) != _NO_PEERS:
+            what, remedy = "the service says what peers have", "send no rows of peers"
+            raise InvalidArgument(what, field=f"parts[{number}].peers", remedy=remedy)

@@ -62,6 +62,7 @@ __all__ = [
     "ALL_GROUPS",
     "ANY_HIT",
     "EVICTIONS",
+    "KEY_COLUMNS",
     "LOAD_COLUMNS",
     "MOVE_COLUMNS",
     "NO_EXTRA_KEYS",
@@ -97,6 +98,7 @@ __all__ = [
 
 STEP_VERSION = 2  # version of the meaning of the columns; in version 1 only rows with flag bit 1 were aligned
 NO_LIMITS = Budget()
+KEY_COLUMNS = ("load_key", "save_key", "move_key")  # of orders: what seals name, which no decision follows from
 
 
 @made_when_read

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvplane.base.session import CacheRequest, Progress
 from kvplane.base.step import (
+    KEY_COLUMNS,
     LOAD_COLUMNS,
     MOVE_COLUMNS,
     SAVE_COLUMNS,
@@ -33,9 +34,9 @@ _COLUMNS = (
     "admit_load_after", "peek_hit", "peek_single_group_hit", "num_hashes",
 )  # fmt: skip
 _ORDERS = ("stamp_block", "stamp", "copy_src", "copy_dst", "copy_group", "zero_block", "zero_group")
-_OF_JOBS = (*LOAD_COLUMNS, *SAVE_COLUMNS, *MOVE_COLUMNS)
-# Say why a row was refused, decide nothing, and engines of version 0.1.0 do not report them.
-_NOT_COMPARED = ("admit_needed", "run_needed")
+# Say why a row was refused, or which keys jobs copy. They decide nothing; engines of version 0.1.0 do not report them.
+_NOT_COMPARED = ("admit_needed", "run_needed", *KEY_COLUMNS)
+_OF_JOBS = [name for name in (*LOAD_COLUMNS, *SAVE_COLUMNS, *MOVE_COLUMNS) if name not in _NOT_COMPARED]
 # What few parts have: other columns of the part, and sections with all their columns. Left out where they are empty.
 _RARE_COLUMNS = [column.name for column in PART_RESULT.columns.each if column.name not in (*_COLUMNS, *_NOT_COMPARED)]
 _RARE_SECTIONS = {
