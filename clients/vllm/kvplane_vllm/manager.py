@@ -24,6 +24,7 @@ from kvplane_vllm import events, views
 from kvplane_vllm.known import Known
 from kvplane_vllm.launch import PageOrders
 from kvplane_vllm.spec import limits_of, replica_spec
+from kvplane_vllm.state_offers import StateOffers
 
 if TYPE_CHECKING:
     from kvplane_core.face.native import NativeReplica
@@ -72,7 +73,7 @@ class InProcessManager(KVCacheManager):
         self.spec = replica_spec(kv_cache_config, real, limits, self.commit, has_events)
         self.replica = self.new_replica(self.spec)
         self.pool, self.managers = self.replica.coordinator.pool, self.replica.coordinator.managers
-        self._state_managers = [one for one in self.managers if one.spec.kind is GroupKind.MAMBA]
+        self.state_offers: StateOffers | None = None  # for a connector
         self._computed = self.replica.requests.computed  # by slot
         self.blocks = [views.Block(self.pool, block) for block in range(self.spec.num_blocks)]
         self.empty_kv_cache_blocks = views.Blocks(self.blocks, [()] * len(self.managers))
@@ -490,16 +491,7 @@ class InProcessManager(KVCacheManager):
 
     def take_boundary_state_offloads(self) -> dict[str, list[tuple[int, int, int]]]:
         """Return the states that this step leaves in cached blocks, by request. See vLLM's KVCacheManager."""
-        found: dict[str, list[tuple[int, int, int]]] = {}
-        for name, known in self.known.items() if self._state_managers else ():
-            end = self._computed[known.slot]
-            if end % self.spec.scheduler_block_size:
-                continue
-            for manager in self._state_managers:
-                at, table = end // manager.block_size, manager.table[known.slot]
-                if 0 < at <= len(table) and self.pool.key_of(table[at - 1]) is not None:
-                    found.setdefault(name, []).append((manager.group, table[at - 1], end))
-        return found
+        return self.state_offers.take(self.known) if self.state_offers is not None else {}
 
     def finalize_partial_tail_offloads(self, request: Request) -> list[tuple[int, int, int]]:
         """Return nothing, see `take_boundary_state_offloads`."""

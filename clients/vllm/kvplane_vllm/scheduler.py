@@ -27,6 +27,7 @@ from kvplane_vllm.manager import InProcessManager
 from kvplane_vllm.options import options_of, worker_addresses
 from kvplane_vllm.pages import PagesOfWorker
 from kvplane_vllm.spec import UnsupportedModel, refuse_replay
+from kvplane_vllm.state_offers import StateOffers
 from kvplane_vllm.target import target_of
 
 logger = logging.getLogger("vllm.kvplane")  # with the handlers of vLLM
@@ -103,6 +104,8 @@ class OnKvplane:
         self._managed = isinstance(self.kv_cache_manager, InProcessManager)
         if self._managed:
             connectors.check_groups(self.connector, self.kv_cache_manager.spec)
+            if self.connector is not None:
+                self.kv_cache_manager.state_offers = StateOffers(self.kv_cache_manager.replica)
             self.kv_cache_manager.executed = 0
             # Without drafts, only a failed load or a session sets a request back; its next row reports that.
             self._reports = bool(self.num_spec_tokens) or not self.kv_cache_manager.only_full_attention

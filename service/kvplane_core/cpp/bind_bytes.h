@@ -158,8 +158,8 @@ inline SentStep& SentOf(PyObject* capsule) {
 }
 
 // read_step(message, digest size) -> (step, epoch, seq, part, whether it is the last, executed_through, traceparent,
-// number of parts, rows, token ids, kinds, first part with sections of the service or -1, domains), or None for a message that has
-// anything else than a step, or what Python refuses
+// number of parts, rows, token ids, kinds, first part with sections of the service or -1, domains), or None for a
+// message that has anything else than a step, or what Python refuses
 inline PyObject* ReadSentStep(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     return Guarded([&]() -> PyObject* {
         Check(count == 2);
