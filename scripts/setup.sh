@@ -36,7 +36,7 @@ if [[ ,$extras, == *,worker,* ]]; then
     say "installing torch $torch into .venv (about 900 MB, several minutes where it is downloaded)"
     install "torch==$torch"
 fi
-say "installing kvplane[$extras] into .venv (the first time: 45 packages or more, 230 MB or more, about a minute)"
+say "installing kvplane[$extras] into .venv (the first time: 45 packages or more, 230 MB or more, one to three minutes)"
 install --constraint locks/dev.txt --editable ".[$extras]"
 .venv/bin/python -m pip check
 said='from kvplane.base.hashing import native; from kvplane_core.face import loader; print(native.describe() + "; core:", loader.describe())'

@@ -11,14 +11,16 @@ import subprocess
 import sys
 import threading
 from importlib.metadata import version
+from typing import Any
 
 import pytest
 import yaml
 from google.protobuf import descriptor_pool, json_format, message_factory
 
 from kvplane import AdmitRow, Content, FactRow, NewsRow, RunRow, connect, part_of
+from kvplane.base.groups import GroupKind, GroupSpec, ReplicaSpec
 from kvplane.base.requests import Allocate
-from kvplane.base.step import End
+from kvplane.base.step import End, OnRefusal
 from kvplane.v1.admin_pb2 import ExplainResponse
 from kvplane.v1.allocation_pb2 import DescribeReplicaResponse, GroupCounters, ReplicaSummary
 from kvplane_service.config import Config
@@ -195,16 +197,43 @@ def test_explain_command_says_what_a_refused_request_needs(kvplane):
     assert text.splitlines()[-1] == "the admission was refused: it needed 26 blocks, 14 were free"
 
 
-def test_explain_command_says_what_a_refused_running_request_needs(kvplane):
+REFUSED_RUNS = {
+    "preempted": (RunRow(1), OnRefusal.PREEMPT, "12 blocks more, 14 were free after it was preempted"),
+    "reserved": (RunRow(1, reserved=20), OnRefusal.PREEMPT, "32 blocks more, 14 were free after it was preempted"),
+    "stopped": (RunRow(1), OnRefusal.STOP, "12 blocks more, 8 were free"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED_RUNS)
+def test_explain_command_says_what_a_refused_running_request_needs(kvplane, kind):
+    row, on_refusal, needed = REFUSED_RUNS[kind]
     with running(Config(listen="127.0.0.1:0")) as service, connect(service.address) as client:
         service.register()
         with client.session("r") as session:
             news = NewsRow(0, tokens=[7] * 200, request_id="one"), NewsRow(1, tokens=[8] * 40, request_id="two")
             session.apply(part_of(*news, AdmitRow(0), AdmitRow(1)))
-            session.apply(part_of(FactRow(1, tokens=[8] * 100), RunRow(1)))
+            part = part_of(FactRow(1, tokens=[8] * 100), row)
+            part.run.on_refusal = on_refusal
+            session.apply(part)
             _, text, _ = kvplane("explain", "r", "--request", "two", "--service", service.address)
-    last = "step 2 gave it no tokens: it needed 12 blocks more, 14 were free after it was preempted"
-    assert text.splitlines()[-1] == last
+    assert text.splitlines()[-1] == f"step 2 gave it no tokens: it needed {needed}"
+
+
+def test_explain_command_says_that_a_request_never_fits(kvplane):
+    groups = (GroupSpec(GroupKind.FULL_ATTENTION, 8),)
+    lengths: dict[str, Any] = {
+        "max_model_len": 256,
+        "hash_block_size": 8,
+        "scheduler_block_size": 8,
+        "max_in_flight_tokens": 256,
+    }
+    spec = ReplicaSpec(groups, num_blocks=8, **lengths)
+    with running(Config(listen="127.0.0.1:0")) as service, connect(service.address) as client:
+        client.register_replica("small", spec)
+        with client.session("small") as session:
+            session.apply(part_of(NewsRow(0, tokens=[7] * 100, request_id="one"), AdmitRow(0)))
+            _, text, _ = kvplane("explain", "small", "--request", "one", "--service", service.address)
+    assert text.splitlines()[-1] == "the request never fits: it holds 13 blocks at one time, more than the pool has"
 
 
 def test_explain_command_shows_the_history_of_a_block(ask):

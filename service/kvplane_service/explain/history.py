@@ -117,13 +117,14 @@ class PassedOver(NamedTuple):
 
 
 class RefusedGrowth(NamedTuple):
-    """A run row that got no tokens because too few blocks were free: its step, the blocks that it needed, and those
-    that were free after its part.
+    """A run row that got no tokens because too few blocks were free: its step, the blocks that it needed, those that
+    were free after its part, and whether the request was preempted.
     """
 
     seq: int
     needed: int
     free: int
+    preempted: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,7 +365,7 @@ class HistoryReader:
         for slot, needed in zip(piece.part.run.slot, result.run_needed, strict=False):  # it is empty in most parts
             name = self._slots[slot].name if slot in self._slots else None
             if needed and name in self.history.attempts:
-                growth = RefusedGrowth(piece.decision.step.seq, needed, result.free_blocks)
+                growth = RefusedGrowth(piece.decision.step.seq, needed, result.free_blocks, slot in result.preempted)
                 self.history.attempts[name] = replace(self.history.attempts[name], growth=growth)
         if self._partial.isdisjoint(piece.part.run.slot):
             return

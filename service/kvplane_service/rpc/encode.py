@@ -411,5 +411,6 @@ def encode_explanation(host: ReplicaHost, found: Explanation) -> admin_pb2.Expla
         run_seq=found.growth.seq if found.growth else 0,
         run_needed=found.growth.needed if found.growth else 0,
         run_free=found.growth.free if found.growth else 0,
+        run_preempted=found.growth is not None and found.growth.preempted,
         log_is_complete=found.is_complete,
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.values import UNLIMITED
+from kvplane.base.values import UNLIMITED, AdmitStatus
 from kvplane_tools.cli.client import client_of, grpcurl_line
 from kvplane_tools.cli.options import TABLE, Grpcurl, Output, Replica, RequestName
 from kvplane_tools.cli.output import age, columns, counted, show, word
@@ -43,7 +43,7 @@ _SENTENCES = {
     "other_salt": "tokens {start}..{end} were computed with another cache salt, or none",
     "other_lora": "tokens {start}..{end} were computed with another adapter, {adapter}",
     "other_multimodal": "tokens {start}..{end} were computed with other multimodal items",
-    "differs": "another prompt shares a prefix, then differs; the first different token is in {start}..{end}",
+    "differs": "another prompt shares {start} tokens, then differs; the first different token is in {start}..{end}",
     "never_cached": "tokens {start}..{end} were never computed{alike}",
     "last_block_dropped": "all blocks are cached; the draft group drops the last matching one",
     "in_tier": "tokens {start}..{end} are in the {tier} tier; an admission with LOAD loads them",
@@ -116,11 +116,12 @@ def _lines(answer: ExplainResponse) -> Iterator[str]:
         rows.append((str(group.group), kind, str(group.hit_tokens), mark))
     yield columns(rows)
     yield f"cause: {sentence(answer)}"
-    if answer.admit_needed:
+    if answer.admit_status == AdmitStatus.NEVER_FITS:
+        yield f"the request never fits: it holds {_blocks(answer.admit_needed)} at one time, more than the pool has"
+    elif answer.admit_needed:
         yield f"the admission was refused: it needed {_blocks(answer.admit_needed)}, {answer.admit_free} were free"
     if answer.run_needed:
-        # Blocks that suffice are its own: only a victim's return, and the row is tried again for any other victim.
-        when = " after it was preempted" if answer.run_free >= answer.run_needed else ""
+        when = " after it was preempted" if answer.run_preempted else ""
         needed = f"it needed {_blocks(answer.run_needed)} more, {answer.run_free} were free{when}"
         yield f"step {answer.run_seq} gave it no tokens: {needed}"
     if not answer.log_is_complete:
