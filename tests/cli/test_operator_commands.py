@@ -221,12 +221,8 @@ def test_explain_command_says_what_a_refused_running_request_needs(kvplane, kind
 
 def test_explain_command_says_that_a_request_never_fits(kvplane):
     groups = (GroupSpec(GroupKind.FULL_ATTENTION, 8),)
-    lengths: dict[str, Any] = {
-        "max_model_len": 256,
-        "hash_block_size": 8,
-        "scheduler_block_size": 8,
-        "max_in_flight_tokens": 256,
-    }
+    lengths: dict[str, Any] = dict.fromkeys(("hash_block_size", "scheduler_block_size"), 8)
+    lengths |= dict.fromkeys(("max_model_len", "max_in_flight_tokens"), 256)
     spec = ReplicaSpec(groups, num_blocks=8, **lengths)
     with running(Config(listen="127.0.0.1:0")) as service, connect(service.address) as client:
         client.register_replica("small", spec)
