@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 
 import pytest
 
-from kvplane.base.job_table import JobTable
+from kvplane.base.job_table import JobTable, record_of
 from kvplane.base.key_records import KeyRecords
 from kvplane.base.stamp_table import StampTable
 from kvplane.base.stamps import Stamp
+from kvplane.base.step import Orders
 from kvplane_worker.tiers.kept import read_index
 from tests.client.lasting import INCARNATION
 from tests.versions.kept import COMMITS, HERE
@@ -38,6 +40,15 @@ def test_a_job_table_of_an_earlier_version(commit, tmp_path):
     tables = [(HERE / commit / "worker" / "job_table"), tmp_path / "now" / "job_table"]
     before, now = (JobTable(bytearray(path.read_bytes())) for path in tables)
     assert before.life == now.life == OWNER_EPOCH
+    assert before.take() == now.take() != []
+    # An engine that is newer than its worker writes rows as the worker reads them: without keys.
+    orders = Orders(
+        load_job=[7], load_tier=[0], load_slot=[1], load_version=[3], load_block=[2], load_group=[0], load_stamp=[9],
+        save_job=[8], save_block=[4], save_group=[0], save_stamp=[10], save_tier=[0], save_slot=[5],
+    )  # fmt: skip
+    named = replace(orders, load_key=[11], save_key=[12])
+    for table, given in ((before, named), (now, orders)):
+        assert table.order(record_of(given, (OWNER_EPOCH, 5, 0), {}, table.version))
     assert before.take() == now.take() != []
     assert before.ends_from(0) == now.ends_from(0) != []
 

@@ -74,6 +74,7 @@ class TierJobs:
         self._block_ns: dict[int, float] = {}  # by tier: time to load a block, on all ranks
         self._loaded_ns = 0  # when the last load ended
         self._tables = tuple(tables)
+        self._versions = {table.version for table in tables}
         self._positions = [table.num_ended for table in tables]
         self._moving: list[_Moving] = []  # by number, without those that all ranks have ended
         self._over: list[_Over] = []
@@ -132,14 +133,16 @@ class TierJobs:
         The jobs fail where a table is full: then nothing is saved, and requests that wait for loads are preempted.
         """
         orders, after = result.orders, dict(zip(result.admit_job, result.admit_load_after, strict=False))
-        record = record_of(orders, (self._epoch, seq, part), after)
-        if not record:
+        step = self._epoch, seq, part
+        records = {version: record_of(orders, step, after, version) for version in self._versions}
+        if not any(records.values()):
             return
-        checksum, new = crc32(record), list(self._new(orders, after))
+        checksums = {version: crc32(record) for version, record in records.items()}
+        new = list(self._new(orders, after))
         for moving in new:
             insort(self._moving, moving, key=_FIRST)
         for rank, table in enumerate(self._tables):
-            if not table.order(record, checksum):
+            if not table.order(records[table.version], checksums[table.version]):
                 for moving in new:
                     self._end(rank, moving.first, moving.count, is_done=False)
 

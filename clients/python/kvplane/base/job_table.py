@@ -35,7 +35,8 @@ from kvplane.base.step import Orders
 from kvplane.base.when_read import given_fields
 
 MAGIC = b"kvpjobs\0"
-VERSION = 3  # 1 had rows of words, each with its own sum, and an end per job; 2 named no keys
+VERSION = 3  # 1 had rows of words, each with its own sum, and an end per job
+WITHOUT_KEYS = 2  # the version whose rows name no keys: of a worker that is older than its engine
 MAX_JOBS = 4096  # jobs of a replica in flight
 HEADER_BYTES = 64
 
@@ -52,8 +53,12 @@ _LOADS = ("load_version", "load_stamp", "load_key", "load_tier", "load_slot", "l
 _SAVES = ("save_job", "save_stamp", "save_key", "save_tier", "save_slot", "save_block", "save_group")
 _MOVES = ("move_job", "move_version", "move_key", "move_tier", "move_slot", "move_to_tier", "move_to_slot")
 _KEY = 2  # place of the keys in each section
-_JOB_BYTES, _ROW_BYTES = 20, 40  # of a load: number, step that it waits for, rows; of a row of any section
-_MOST_ROW_BYTES = -(-(_SUM.size + _HEAD.size + _JOB_BYTES + _ROW_BYTES) // 8) * 8  # a record of one row
+_JOB_BYTES = 20  # of a load: number, step that it waits for, rows
+_ROW_BYTES = {VERSION: 40, WITHOUT_KEYS: 32}  # of a row of any section
+# Of a record of one row.
+_MOST_ROW_BYTES = {
+    version: -(-(_SUM.size + _HEAD.size + _JOB_BYTES + row) // 8) * 8 for version, row in _ROW_BYTES.items()
+}
 
 
 class JobKind(IntEnum):
@@ -111,16 +116,16 @@ def rows_for(num_blocks: int) -> int:
     return MAX_JOBS + num_blocks
 
 
-def job_table_bytes(num_rows: int) -> int:
+def job_table_bytes(num_rows: int, version: int = VERSION) -> int:
     """Return the size in bytes of a table with room for this number of rows, however few each record has."""
-    return HEADER_BYTES + num_rows * _MOST_ROW_BYTES + 8 * _ENDS * _END_WORDS
+    return HEADER_BYTES + num_rows * _MOST_ROW_BYTES[version] + 8 * _ENDS * _END_WORDS
 
 
-def record_of(orders: Orders, step: tuple[int, int, int], after: Mapping[int, int]) -> bytes:
+def record_of(orders: Orders, step: tuple[int, int, int], after: Mapping[int, int], version: int = VERSION) -> bytes:
     """Return the record of the jobs of a part, for `JobTable.order`; empty if it has none.
 
-    `step`: epoch, seq, part. `after`: the step that each load waits for, 0 if it is not named. Raises InvalidArgument
-    if columns have different lengths.
+    `step`: epoch, seq, part. `after`: the step that each load waits for, 0 if it is not named. `version`: of the table.
+    Raises InvalidArgument if columns have different lengths.
     """
     given = given_fields(orders)
     load_jobs, saves, moves = (given.get(name, ()) for name in ("load_job", "save_job", "move_job"))
@@ -130,15 +135,15 @@ def record_of(orders: Orders, step: tuple[int, int, int], after: Mapping[int, in
     record: list[bytes | array[int]] = [_HEAD.pack(*step, len(loads), len(load_jobs), len(saves), len(moves))]
     if loads:
         jobs = array("Q", loads), array("Q", [after.get(job, 0) for job in loads]), array("I", loads.values())
-        record += [*jobs, *_columns(given, _LOADS, len(load_jobs))]
+        record += [*jobs, *_columns(given, _LOADS, len(load_jobs), version)]
     if saves:
-        record += _columns(given, _SAVES, len(saves))
+        record += _columns(given, _SAVES, len(saves), version)
     if moves:
-        record += _columns(given, _MOVES, len(moves))
+        record += _columns(given, _MOVES, len(moves), version)
     return b"".join(record)
 
 
-def _columns(given: Mapping[str, Any], names: Sequence[str], count: int) -> list[array[int]]:
+def _columns(given: Mapping[str, Any], names: Sequence[str], count: int, version: int) -> list[array[int]]:
     """Return the columns of a section; those of an answer that came over the wire are copied as they are."""
     columns = [array(code, given.get(name, ())) for code, name in zip(_CODES, names, strict=True)]
     if not columns[_KEY]:
@@ -150,26 +155,33 @@ def _columns(given: Mapping[str, Any], names: Sequence[str], count: int) -> list
             field=f"orders.{names[0]}",
             remedy="give the orders as the service sent them",
         )
+    if version == WITHOUT_KEYS:
+        del columns[_KEY]
     return columns
 
 
 class JobTable:
-    """A job table (see the module) in a writable buffer of at least `job_table_bytes` bytes."""
+    """A job table (see the module) in a writable buffer of at least `job_table_bytes` bytes.
+
+    Attributes:
+        version: VERSION, or WITHOUT_KEYS.
+    """
 
     def __init__(self, buffer: memoryview | bytearray) -> None:
         """Open a table that `create` wrote. Raises InvalidArgument if the buffer has none."""
         view = memoryview(buffer).cast("B")
         magic, version, num_rows = _PREFIX.unpack_from(view) if len(view) >= HEADER_BYTES else (b"", 0, 0)
-        if magic != MAGIC or version != VERSION or len(view) < job_table_bytes(num_rows):
+        if magic != MAGIC or version not in _ROW_BYTES or len(view) < job_table_bytes(num_rows, version):
             raise InvalidArgument(
                 f"a buffer of {len(view)} bytes that begins with {magic!r} is no job table of version {VERSION}",
                 field="buffer",
                 remedy="create the table with JobTable.create",
             )
-        first_end = HEADER_BYTES + num_rows * _MOST_ROW_BYTES
+        self.version: int = version
+        first_end = HEADER_BYTES + num_rows * _MOST_ROW_BYTES[version]
         self._words = view[:HEADER_BYTES].cast("Q")
         self._ring = view[HEADER_BYTES:first_end]
-        self._ends = view[first_end : job_table_bytes(num_rows)].cast("Q")
+        self._ends = view[first_end : job_table_bytes(num_rows, version)].cast("Q")
         self._views = self._ends, self._ring, self._words, view
 
     @classmethod
@@ -217,12 +229,12 @@ class JobTable:
             if record is None:
                 break  # not all of it is visible yet
             words[_TAKEN] = at + -(-len(record) // 8) * 8
-            jobs += filter(None, _jobs_of(record))
+            jobs += filter(None, _jobs_of(record, self.version))
         return jobs
 
     def _record(self, at: int, ready: int) -> bytes | None:
         """Return a copy of the record at this position, with its sum; None if it is not the one that was written."""
-        size = _size_of(self._copy(at, _SUM.size + _HEAD.size))
+        size = _size_of(self._copy(at, _SUM.size + _HEAD.size), self.version)
         if size > ready:
             return None
         record = self._copy(at, size)
@@ -286,19 +298,22 @@ class JobTable:
             view.release()
 
 
-def _size_of(head: bytes) -> int:
+def _size_of(head: bytes, version: int) -> int:
     """Return the size of a record with its sum, of which these are the first bytes."""
     loads, rows, saves, moves = _HEAD.unpack_from(head, _SUM.size)[3:]
-    size: int = _SUM.size + _HEAD.size + loads * _JOB_BYTES + (rows + saves + moves) * _ROW_BYTES
+    size: int = _SUM.size + _HEAD.size + loads * _JOB_BYTES + (rows + saves + moves) * _ROW_BYTES[version]
     return size
 
 
-def _jobs_of(record: bytes) -> Iterator[tuple[JobRow, ...]]:
+def _jobs_of(record: bytes, form: int) -> Iterator[tuple[JobRow, ...]]:
     """Yield the rows of each load, of all saves, and of all moves of a record; the last two may be none."""
     epoch, seq, part, num_loads, *counts = _HEAD.unpack_from(record, _SUM.size)
     sizes = [("Q", num_loads), ("Q", num_loads), ("I", num_loads)]
-    sizes += [(code, count) for count in counts for code in _CODES]
+    codes = _CODES if form == VERSION else _CODES[:_KEY] + _CODES[_KEY + 1 :]
+    sizes += [(code, count) for count in counts for code in codes]
     jobs, after, rows_each, *columns = _columns_of(record, sizes)
+    for section, count in enumerate(counts if form == WITHOUT_KEYS else ()):
+        columns.insert(section * len(_CODES) + _KEY, (0,) * count)
     step, none = (repeat(epoch), repeat(seq), repeat(part)), repeat(0)
     version, stamp, key, *where = columns[:7]
     first = 0

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvplane.base.groups import DENSE_RETENTION, CommitRule, GroupKind, ReplicaSpec, TierSpec
-from kvplane.base.job_table import JobsEnd
+from kvplane.base.job_table import VERSION, JobsEnd
 from kvplane.base.step import Part, PartResult, Step
 from kvplane.tier_jobs import TierJobs
 from kvplane_core.face.loader import new_in_process
@@ -39,6 +39,8 @@ def host_spec(engine: ReplicaSpec, num_blocks: int, tiers: tuple[TierSpec, ...])
 
 class _Reported:
     """The job table of a rank, in another process: orders go with a step, ends come with its output."""
+
+    version = VERSION
 
     def __init__(self, epoch: int) -> None:
         self.life = epoch
