@@ -45,7 +45,7 @@ def test_a_slot_has_the_bytes_that_a_plan_counts(kind, tmp_path):
     made.close()
 
 
-@pytest.mark.parametrize("kind", TierKind)
+@pytest.mark.parametrize("kind", [TierKind.HOST, TierKind.DISK])
 def test_a_tier_above_the_limit_of_the_operator_is_refused(kind, tmp_path):
     most = 3 * kind.slot_bytes(WIDTH) + 1
     with pytest.raises(OutOfMemory, match=f"this worker may use {most}") as refused:
@@ -179,7 +179,7 @@ def test_a_header_of_a_later_format_is_refused(rig):
     host = rig.movers.tiers[0]
     assert isinstance(host, HostSlots)
     later = bytearray(host._header(0))
-    struct.pack_into("<8s", later, 0, FORMAT[:-1] + b"2")
+    struct.pack_into("<8s", later, 0, FORMAT[:-1] + b"3")
     host._set_header(0, bytes(later))
     before = rig.pages.memory.clone()
     rig.load(2, [(0, 1, 9)])

@@ -102,7 +102,8 @@ PyObject* TableToPy(PyObject* type, const Table& table) {
     return made;
 }
 
-// Columns of jobs by name: every third one, of jobs, versions and stamps, is of u64, the others of u32.
+// Columns of jobs by name: every third one, of jobs, versions and stamps, and the last one, of keys, are of u64, the
+// others of u32.
 template <const auto& kNames, size_t N>
 void SetJobs(PyObject* object, const JobOrders::Rows<N>& rows) {
     static const std::vector<PyObject*> names = [] {
@@ -112,8 +113,9 @@ void SetJobs(PyObject* object, const JobOrders::Rows<N>& rows) {
     }();
     for (size_t column = 0; column < N && !rows.empty(); ++column) {
         const auto number_at = [&](size_t row) { return static_cast<uint64_t>(rows[row][column]); };
-        SetAttribute(object, names[column], column % 3 == 0 ? ColumnToPy<uint64_t>(rows.size(), number_at)
-                                                            : ColumnToPy<uint32_t>(rows.size(), number_at));
+        const bool is_wide = column % 3 == 0 || column == N - 1;
+        SetAttribute(object, names[column], is_wide ? ColumnToPy<uint64_t>(rows.size(), number_at)
+                                                    : ColumnToPy<uint32_t>(rows.size(), number_at));
     }
 }
 

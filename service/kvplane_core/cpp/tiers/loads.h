@@ -220,7 +220,7 @@ class TierLoads {
             const Missing& one = plan.missing[row];
             const Location& source = one.source;
             load.rows.push_back(Fill(slot, filled[row], one));
-            const uint64_t key = pool_.pairs.SealKey(load.rows.back().key);
+            const uint64_t key = pool_.pairs.SealKey(TierOf(source).KeyOf(source.slot));
             TierOf(source).Pin(source.slot);
             tiers_.orders.load.push_back({job, source.tier, source.slot, source.version, Int{filled[row]}, one.group,
                                           static_cast<Int>(pool_.stamp[filled[row]]), static_cast<Int>(key)});

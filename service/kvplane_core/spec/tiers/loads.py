@@ -222,9 +222,11 @@ class TierLoads:
         job = self._tiers.next_job()
         load = Load(slot, self._requests.serial[slot], filled.num_tokens, pool.last_use(fresh), [])
         for block, one in zip(fresh, plan.missing, strict=True):
-            load.rows.append(row := self._fill(slot, block, one))
-            self._tiers.each[one.source.tier].pin(one.source.slot)
-            self._tiers.order(LOAD_COLUMNS, (job, *one.source, block, one.group, pool.stamp[block], seal_key(row.key)))
+            load.rows.append(self._fill(slot, block, one))
+            tier = self._tiers.each[one.source.tier]
+            tier.pin(one.source.slot)
+            key = seal_key(tier.key[one.source.slot])
+            self._tiers.order(LOAD_COLUMNS, (job, *one.source, block, one.group, pool.stamp[block], key))
         self._tiers.jobs.loads[job] = load
         self._tiers.loading[slot] = job
         self._count(plan, any(on_device))
