@@ -63,7 +63,13 @@ ORDERS_TOP = """
 
 #include "types.h"
 
-namespace kvplane {"""
+namespace kvplane {
+
+// A column of orders of copies: of u64 if it is wide, else of u32.
+struct JobColumn {
+    const char* name;
+    bool is_wide;
+};"""
 
 
 def orders(messages: Sequence[Message]) -> Iterator[str]:
@@ -83,8 +89,9 @@ def orders(messages: Sequence[Message]) -> Iterator[str]:
     yield from (f'    visit("{one.name}", orders.{one.name});' for one in columns)
     yield "}"
     for table in JOBS:
-        yield f"inline constexpr const char* k{table.title()}Columns[] = {{"
-        yield from (f'    "{one.name}",' for one in message.columns if one.option.table == table)
+        yield f"inline constexpr JobColumn k{table.title()}Columns[] = {{"
+        mine = (one for one in message.columns if one.option.table == table)
+        yield from (f'    {{"{one.name}", {str(one.is_wide).lower()}}},' for one in mine)
         yield "};"
     yield from ("", "}  // namespace kvplane")
 

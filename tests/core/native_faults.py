@@ -63,6 +63,8 @@ FAULTS = [
           "std::min(wanted_free - 1, kUnlimited)"),
     Fault("a refused waiting row needs what it holds alone", "step_applier.h", "never_fits ? alone : free_wanted",
           "alone"),
+    Fault("a key in an order has 32 bits", "answers.h", "kColumns[column].is_wide",
+          "kColumns[column].is_wide && column < N - 1"),
     Fault("an index that grows loses its last key", "keys.h", "entries_[spot.at] = EntryOf(entry & mask, spot);",
           "if (entry != before.back()) entries_[spot.at] = EntryOf(entry & mask, spot);"),
     Fault("every seventh key is put into no index", "keys.h", "entries_[spot.at] = EntryOf(record, spot);",

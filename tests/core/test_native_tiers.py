@@ -63,17 +63,6 @@ def test_the_state_survives_the_way_through_the_compiled_core():
     assert native.NativeReplica.of(first).apply(end).parts == first.apply(end).parts
 
 
-def test_keys_of_jobs_have_all_their_bits_in_answers_as_objects():
-    engine = Mover(full(), window(8, lookup_class=3), tiers=(SMALL, DISK), num_blocks=33)
-    engine.save(TEXT)
-    engine.idle()
-    core = native.NativeReplica.of(specification_of(engine.replica))
-    expected = engine.ask(3, TEXT + "x").result.orders
-    orders = core.apply(engine.replica._steps[-1]).parts[0].orders
-    assert max(expected.load_key) >> 32, "a key that 32 bits would cut"
-    assert [list(orders.load_key), list(orders.load_stamp)] == [list(expected.load_key), list(expected.load_stamp)]
-
-
 @pytest.mark.parametrize("shown", [True, False], ids=["stamps", "no stamps"])
 @pytest.mark.parametrize("is_new", [True, False], ids=["new memory", "same memory"])
 def test_engine_lives_of_tiers_are_equal(shown, is_new):

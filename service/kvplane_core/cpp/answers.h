@@ -102,18 +102,18 @@ PyObject* TableToPy(PyObject* type, const Table& table) {
     return made;
 }
 
-// Columns of jobs by name: every third one, of jobs, versions and stamps, and the last one, of keys, are of u64, the
-// others of u32.
-template <const auto& kNames, size_t N>
+// Sets the columns of jobs, which the core keeps as rows.
+template <const auto& kColumns, size_t N>
 void SetJobs(PyObject* object, const JobOrders::Rows<N>& rows) {
+    static_assert(N == std::size(kColumns));
     static const std::vector<PyObject*> names = [] {
         std::vector<PyObject*> interned;
-        for (const char* one : kNames) interned.push_back(PyUnicode_InternFromString(one));
+        for (const JobColumn& one : kColumns) interned.push_back(PyUnicode_InternFromString(one.name));
         return interned;
     }();
     for (size_t column = 0; column < N && !rows.empty(); ++column) {
         const auto number_at = [&](size_t row) { return static_cast<uint64_t>(rows[row][column]); };
-        const bool is_wide = column % 3 == 0 || column == N - 1;
+        const bool is_wide = kColumns[column].is_wide;
         SetAttribute(object, names[column], is_wide ? ColumnToPy<uint64_t>(rows.size(), number_at)
                                                     : ColumnToPy<uint32_t>(rows.size(), number_at));
     }

@@ -6,6 +6,12 @@
 
 namespace kvplane {
 
+// A column of orders of copies: of u64 if it is wide, else of u32.
+struct JobColumn {
+    const char* name;
+    bool is_wide;
+};
+
 struct Orders {
     BlockList stamp_block;
     std::vector<uint64_t> stamp;
@@ -35,33 +41,33 @@ void EachColumn(const Orders& orders, F&& visit) {
     visit("zero_block", orders.zero_block);
     visit("zero_group", orders.zero_group);
 }
-inline constexpr const char* kLoadColumns[] = {
-    "load_job",
-    "load_tier",
-    "load_slot",
-    "load_version",
-    "load_block",
-    "load_group",
-    "load_stamp",
-    "load_key",
+inline constexpr JobColumn kLoadColumns[] = {
+    {"load_job", true},
+    {"load_tier", false},
+    {"load_slot", false},
+    {"load_version", true},
+    {"load_block", false},
+    {"load_group", false},
+    {"load_stamp", true},
+    {"load_key", true},
 };
-inline constexpr const char* kSaveColumns[] = {
-    "save_job",
-    "save_block",
-    "save_group",
-    "save_stamp",
-    "save_tier",
-    "save_slot",
-    "save_key",
+inline constexpr JobColumn kSaveColumns[] = {
+    {"save_job", true},
+    {"save_block", false},
+    {"save_group", false},
+    {"save_stamp", true},
+    {"save_tier", false},
+    {"save_slot", false},
+    {"save_key", true},
 };
-inline constexpr const char* kMoveColumns[] = {
-    "move_job",
-    "move_tier",
-    "move_slot",
-    "move_version",
-    "move_to_tier",
-    "move_to_slot",
-    "move_key",
+inline constexpr JobColumn kMoveColumns[] = {
+    {"move_job", true},
+    {"move_tier", false},
+    {"move_slot", false},
+    {"move_version", true},
+    {"move_to_tier", false},
+    {"move_to_slot", false},
+    {"move_key", true},
 };
 
 }  // namespace kvplane
