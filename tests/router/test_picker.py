@@ -343,14 +343,11 @@ def test_an_adapter_is_a_model_whose_prompts_hit_its_own_blocks(gateway, is_text
         assert cached == 0
         gateway.wait_until(known(before + blocks))
         assert pod_scores(gateway, prompt=text + "!", model_name=model) == {engine: blocks}
-        has_it, chosen = {engine}, ""
-        for _ in range(8):  # the measured times of a busy machine may make the other one cheaper
+        has_it, cached = {engine}, 0
+        while not cached:  # the measured times of a busy machine may make the other one cheaper, which then has it too
             chosen, cached = complete(gateway.envoy.url, text + "!" if is_text else [*prompt, 1], model=model)
             assert cached == (blocks * BLOCK if chosen in has_it else 0)
             has_it.add(chosen)
-            if chosen == engine:
-                break
-        assert chosen == engine
         gateway.wait_until(known(before + blocks * len(has_it)))
         others = ("m", "sql", "chat")[number + 1 :]
         assert [pod_scores(gateway, prompt=text + "!", model_name=name) for name in others] == [{}] * len(others)

@@ -36,10 +36,14 @@ def slowed(monkeypatch):
     monkeypatch.setattr(Copier, "save", later)
 
 
-def played(seed, settings, lag=0, kind=World, **more):
+def played(seed, settings, lag=0, kind=World, rounds=1, **more):
+    """Play a number of rounds at most, until something is preempted: when memory runs short depends on the movers."""
     world = kind(seed, settings, lag, **more)
     try:
-        world.run(STEPS)
+        for _ in range(rounds):
+            world.run(STEPS)
+            if world.preempted:
+                break
     finally:
         world.rank.close()
     return world
@@ -53,7 +57,7 @@ def played(seed, settings, lag=0, kind=World, **more):
 def test_every_page_that_is_read_is_right(save, lag, tmp_path, monkeypatch):
     slowed(monkeypatch)
     settings = options(600) if save is None else options(70, tmp_path / "disk", 300, save)
-    world = played(7 + lag, settings, lag)
+    world = played(7 + lag, settings, lag, rounds=10)
     counts, replica = world.planner.counts, world.planner.host.replica
     assert (world.wrong, counts.mismatched, counts.unsaved) == (0, 0, 0)
     assert world.checked > 500
@@ -100,7 +104,7 @@ def test_a_load_that_begins_before_the_engines_own_hit_ends_is_found(monkeypatch
 )
 def test_states_that_are_restored_are_those_at_the_end_of_the_load(has_disk, lag, tmp_path, monkeypatch):
     slowed(monkeypatch)
-    world = played(5 + lag, options(70, tmp_path, 300) if has_disk else options(600), lag, StateWorld)
+    world = played(5 + lag, options(70, tmp_path, 300) if has_disk else options(600), lag, StateWorld, 10)
     counts, replica = world.planner.counts, world.planner.host.replica
     assert (world.wrong, counts.mismatched, counts.unsaved) == (0, 0, 0)
     assert min(world.checked, counts.loaded_tokens) > 200
