@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from random import Random
 
 import pytest
 
 from kvplane.base.errors import InvalidArgument, LimitExceeded, NotFound
-from kvplane.base.groups import GroupKind
+from kvplane.base.groups import DENSE_RETENTION, GroupKind
 from kvplane.base.hashing import HashScheme, RequestHasher
 from kvplane_fleet.decisions import Ask, Event
 from kvplane_fleet.domains import keys_of
@@ -20,7 +21,7 @@ from kvplane_fleet.router.watching import MAX_OF_OWNER, Watching
 from kvplane_tools.replay.workloads import Span, TokenSource, TraceRequest
 from tests.bench.policies import replay
 from tests.router.fleets import BLOCK, GROUPS, Scene, chosen, tokens
-from tests.router.tables import draw_spec
+from tests.router.tables import WINDOWS, draw_spec
 
 
 def test_a_prompt_is_sent_to_the_place_that_has_it():
@@ -140,23 +141,26 @@ def computed(spec, length):
 
 
 def test_what_replicas_keep_of_a_prompt_is_what_is_expected_there():
-    """Prompts of whole blocks, and of a token more and less. A replica publishes no state that its owner may still
-    overwrite, and this one ends with its prompt, so replicas with states are left out.
+    """Prompts of whole blocks, and of a token more and less, with every interval of windows. A replica publishes no
+    state that its owner may still overwrite, and this one ends with its prompt, so replicas with states are left out.
     """
-    found = 0
-    for seed in range(200):
+    found = Counter[int]()
+    for seed in range(300):
         rng = Random(seed)
         spec = draw_spec(rng)
         if any(group.kind is GroupKind.MAMBA for group in spec.groups):
             continue
-        length = rng.choice([1, 2, 5, 8]) * spec.scheduler_block_size + rng.choice([-1, 0, 1])
+        interval = rng.choice([0, 0, DENSE_RETENTION, spec.scheduler_block_size * rng.randrange(1, 5)])
+        if any(group.kind in WINDOWS for group in spec.groups):
+            spec = replace(spec, retention_interval=interval)
+        length = rng.choice([1, 2, 5, 8, 20]) * spec.scheduler_block_size + rng.choice([-1, 0, 1])
         held, keys = computed(spec, length)
         kept = HitRule(spec).kept(length)
         for group, units in enumerate(kept):
             expected = {keys[unit] for unit in units if unit < len(keys)}
-            assert expected <= held[group], f"seed {seed}: group {group} of {spec}"
-            found += len(expected)
-    assert found > 500
+            assert expected == held[group], f"seed {seed}: group {group} of {spec}"
+            found[spec.retention_interval] += len(expected)
+    assert min(found[0], found[DENSE_RETENTION], found.total() - found[0] - found[DENSE_RETENTION]) > 300, found
 
 
 def test_an_engine_life_that_ends_takes_expectations_with_it_and_gives_its_cells_back():

@@ -12,7 +12,7 @@ look-ups of their own, which also find the blocks; tests compare all of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import ClassVar, NamedTuple
@@ -167,11 +167,8 @@ class _WindowRule(GroupRule):
         return -(-(self.spec.window - 1) // self.block_size) + drop
 
     def kept(self, num_tokens: int, hits: Sequence[int]) -> Iterable[int]:
-        drop = int(self.spec.drops_last_block)
-        needed = self._of_window(drop)
-        ends = [hit // self._unit * self._unit // self.block_size + drop for hit in hits]
-        last = num_tokens // self.block_size
-        return chain.from_iterable(self._units(end - needed, min(end, last)) for end in ends)
+        blocks = self._kept_blocks(0, num_tokens // self.block_size, hits)
+        return chain.from_iterable(self._units(index, index + 1) for index in blocks)
 
     def length(self, column: Column, limit: int, drops: bool) -> int:
         end = self._end(self._blocks(column, limit), self._needed(int(drops)), int(drops))
@@ -193,14 +190,20 @@ class _WindowRule(GroupRule):
         return max(0, wanted - self.spec.window + 1)
 
     def count_kept(self, start: int, end: int, hit: int) -> int:
+        return len(self._kept_blocks(start, end, [hit]))
+
+    def _kept_blocks(self, start: int, end: int, hits: Sequence[int]) -> Collection[int]:
+        """Return which of the group's blocks [start, end) get a key, where later hits can end at `hits` tokens."""
         drop, size, every = int(self.spec.drops_last_block), self.block_size, self._replica.kept_every
         needed, segment = self._of_window(drop), (self._unit if every == DENSE_RETENTION else every) // size
         if self._unit % size or (every and needed >= segment):
-            return end - start
-        last = hit // self._unit * self._unit // size + drop if every != DENSE_RETENTION else 0
+            return range(start, end)
         of_segment = range(max(start, drop), end) if every else ()
         kept = {index for index in of_segment if (index - drop) % segment >= segment - needed}
-        return len(kept.union(range(max(start, last - needed), min(end, last))))
+        for hit in hits if every != DENSE_RETENTION else ():
+            last = hit // self._unit * self._unit // size + drop
+            kept.update(range(max(start, last - needed), min(end, last)))
+        return kept
 
 
 class _ChunkedRule(GroupRule):
@@ -351,7 +354,20 @@ class HitRules:
         drops = any(group.drops_last_block for group in spec.groups)
         hits = [*replay_boundaries(num_tokens, spec.scheduler_block_size, drops, spec.keep_divergence_boundary)]
         hits += [single_group] if single_group else []
-        return [sorted(set(rule.kept(num_tokens, hits))) for rule in self._rules]
+        return [sorted(set(rule.kept(self._registered(rule.spec, num_tokens), hits))) for rule in self._rules]
+
+    def _registered(self, group: GroupSpec, num_tokens: int) -> int:
+        """Return how many of the first tokens have blocks with keys: up to where a hit can end, if other groups have a
+        say in it, and one block more for a group whose last matched block is left out.
+        """
+        if len(self._rules) == 1 or self.spec.partial_hits:
+            return num_tokens
+        aligned = num_tokens // self.spec.scheduler_block_size * self.spec.scheduler_block_size
+        return min(num_tokens, aligned + group.block_size) if group.drops_last_block and aligned else aligned
+
+    def num_held(self, num_tokens: int) -> int:
+        """Return how many blocks a request holds that has computed this number of tokens."""
+        return sum(-(-num_tokens // one.block_size) - one.first(num_tokens) // one.block_size for one in self._rules)
 
     def search(self, column_of: ColumnOf, num_units: int) -> Search:
         """Return the look-ups in a prompt of `num_units` hash blocks."""
