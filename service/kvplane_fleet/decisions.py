@@ -30,6 +30,7 @@ from kvplane.base.errors import InvalidArgument, LimitExceeded, NotFound
 from kvplane_fleet.costs import EngineCosts, Prior
 from kvplane_fleet.domains import Domain
 from kvplane_fleet.fleet import Fleet, Followed, PlaceClaim, Prompt
+from kvplane_fleet.held import NOTHING, Share
 from kvplane_fleet.policies import Chooser, Cost, Option, Policy
 from kvplane_fleet.returns import sample
 from kvplane_fleet.settings import RouterSettings
@@ -183,7 +184,7 @@ class Decisions:
             max(max(one.reachable, one.single_group) for one in claims.values()),
             now_s,
         )
-        options = [self._option(claims[name], ask, around) for name in allowed]
+        options = [self._option(claims[name], ask, around, keys) for name in allowed]
         policy = ask.policy or self.settings.policy
         # Places that cannot be reached come last, whatever they claim.
         ordered = self._chooser.order(policy, options, _start_of(ask.prompt, keys))
@@ -192,7 +193,7 @@ class Decisions:
         name = self._book(ask, keys, places, now_s) if ask.book else ""
         return Decision(name, policy, places)
 
-    def _option(self, claim: PlaceClaim, ask: Ask, around: Around) -> Option:
+    def _option(self, claim: PlaceClaim, ask: Ask, around: Around, keys: Keys) -> Option:
         work, place = self.work_of(claim.place), self._fleet.followed[claim.place].place
         num_tokens = ask.prompt.num_tokens
         share = min(claim.reachable / num_tokens, 1.0)
@@ -211,10 +212,22 @@ class Decisions:
             decode_s=work.costs.row_s() * work.in_flight * output / 2,
             later_s=-probable * (1 + delay) * work.costs.prefill_s(later, around.longest) if later else 0.0,
             load_s=work.trust * self._load_s(claim),
+            memory_s=work.memory_s(self._share(claim, ask, keys), place.capacity),
         )
-        used = place.device_entries / place.capacity if place.capacity else 0.0
+        used = work.used_share(place.capacity)
+        if used is None:
+            used = place.device_entries / place.capacity if place.capacity else 0.0
         weighted = min((claim.expected + TIER_WEIGHT * (claim.host + claim.disk)) / num_tokens, 1.0)
         return Option(claim.place, weighted, work.waiting(around.now_s), work.in_flight, min(used, 1.0), cost)
+
+    def _share(self, claim: PlaceClaim, ask: Ask, keys: Keys) -> Share:
+        """Return the memory that a prompt takes at a place."""
+        if claim.claim is None:
+            return NOTHING
+        place, tokens = self._fleet.followed[claim.place].place, ask.prompt.num_tokens
+        rule, output = place.layout().rule, ask.output_tokens or _UNKNOWN_OUTPUT
+        blocks = rule.num_held(tokens)
+        return Share.of(keys.get(place.domain_of(ask.model), ()), blocks, rule.num_held(tokens + output) - blocks)
 
     def _load_s(self, claim: PlaceClaim) -> float:
         settings = self.settings
@@ -248,7 +261,7 @@ class Decisions:
         self._bookings[name] = booking
         self._of_owner[ask.owner] += 1
         self.booked(booking.place, ask)
-        self.work_of(booking.place).book(booking)
+        self.work_of(booking.place).book(booking, self._share(chosen.claim, ask, keys))
         of_place = keys.get(place.domain_of(ask.model)) if chosen.claim.claim is not None else None
         if of_place is not None:
             sampled = sample(of_place)

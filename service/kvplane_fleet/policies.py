@@ -31,11 +31,12 @@ class Cost:
     decode_s: float = 0.0
     later_s: float = 0.0
     load_s: float = 0.0
+    memory_s: float = 0.0
 
     @property
     def first_token_s(self) -> float:
         """Time to the first token."""
-        return self.queue_s + self.load_s + self.miss_s
+        return self.queue_s + self.memory_s + self.load_s + self.miss_s
 
     @property
     def total_s(self) -> float:
@@ -52,7 +53,7 @@ class Option:
         cached_share: part of the prompt that it is expected to hit; what it has in another tier counts less.
         waiting: prompts there without their first token.
         in_flight: prompts there that have not ended.
-        used_share: part of its memory that has content.
+        used_share: part of its memory that prompts in flight hold; that has content, where their ends are not reported.
         cost: predicted costs.
     """
 

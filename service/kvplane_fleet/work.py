@@ -14,10 +14,12 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
 from kvplane_fleet.costs import EngineCosts
+from kvplane_fleet.held import NOTHING, Held, Share
 
 UNREPORTED_S = 2.0  # a prompt counts as computed after this time, or twice the predicted time, if nothing is reported
 FEW = 64  # entries of prompts that have left, which a heap may have in any case
 TRUST_MEMORY = 0.1  # weight of a claim in the mean of those that came true
+STAY_MEMORY = 0.1  # weight of a prompt in the mean time that prompts hold their blocks
 
 
 @dataclass(slots=True)
@@ -200,6 +202,7 @@ class Work:
         costs: the place's fitted costs.
         truth: the place's claims and what they became.
         in_flight: prompts that have not ended.
+        held: the blocks of these.
         trust: mean share of recent claims that came true; where memory is short, content leaves before its prompt
             comes.
     """
@@ -207,7 +210,9 @@ class Work:
     def __init__(self, costs: EngineCosts) -> None:
         self.costs, self.truth = costs, Truth()
         self.trust = 1.0
+        self.held = Held()
         self._queue = Queue()
+        self._stay_s: float | None = None  # mean time from first token to end; None: no end was reported
         self.in_flight = 0
         self._token_s = 0.0  # when the last first token came
 
@@ -219,8 +224,22 @@ class Work:
         """Return the seconds until all prompts that wait have their first token."""
         return self._queue.seconds(now_s, self._token_s)
 
-    def book(self, one: Booking) -> None:
+    def used_share(self, capacity: int) -> float | None:
+        """Return the part of `capacity` blocks that prompts in flight hold; None if their ends are not reported."""
+        return None if self._stay_s is None or not capacity else min(self.held.blocks / capacity, 1.0)
+
+    def memory_s(self, share: Share, capacity: int) -> float:
+        """Return the seconds until a prompt's blocks are free, of `capacity` blocks: as prompts end at a steady rate,
+        all blocks in use are freed in the mean time for which a prompt holds its own. 0 if ends are not reported.
+        """
+        lacking = self.held.blocks + self.held.wanted(share) - capacity
+        if self._stay_s is None or not capacity or lacking <= 0 or not self.in_flight:
+            return 0.0
+        return self._stay_s * lacking / max(min(self.held.blocks, capacity), 1)
+
+    def book(self, one: Booking, share: Share = NOTHING) -> None:
         """Add a prompt."""
+        self.held.add(one.name, share)
         self._queue.add(one)
         self.in_flight += 1
         self.truth.decisions += 1
@@ -260,6 +279,9 @@ class Work:
     def end(self, one: Booking, at_s: float, output_tokens: int) -> None:
         """A prompt has ended."""
         self._leave(one)
+        if one.token_s is not None:
+            stay_s = max(at_s - one.token_s, 0.0)
+            self._stay_s = stay_s if self._stay_s is None else self._stay_s + STAY_MEMORY * (stay_s - self._stay_s)
         if one.token_s is not None and output_tokens > 1:
             mean = (one.in_flight + self.in_flight + 1) / 2
             self.costs.take_decode(output_tokens - 1, mean, at_s - one.token_s)
@@ -271,4 +293,5 @@ class Work:
 
     def _leave(self, one: Booking) -> None:
         self._queue.remove(one)
+        self.held.remove(one.name)
         self.in_flight -= 1

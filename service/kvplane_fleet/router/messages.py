@@ -97,7 +97,7 @@ def _place_score(scored: Scored, followed: Followed) -> pb.PlaceScore:
         cost=pb.PlaceCost(
             queue_s=cost.queue_s, miss_s=cost.miss_s, delay_s=cost.delay_s,
             displacement_s=cost.displacement_s, decode_s=cost.decode_s, later_s=cost.later_s, total_s=cost.total_s,
-            load_s=cost.load_s,
+            load_s=cost.load_s, memory_s=cost.memory_s,
         ),
         in_flight=scored.option.in_flight,
     )  # fmt: skip
@@ -110,12 +110,14 @@ def _reason(decision: Decision) -> str:
         return f"{chosen}; it is the only candidate"
     cost, others = first.option.cost, decision.places[1:]
     longest = max(others, key=lambda one: one.claim.expected)
-    text = f"{chosen}, cost {cost.total_s:.3f} s (queue {cost.queue_s:.3f}, miss {cost.miss_s:.3f})"
+    text = f"{chosen}, cost {cost.total_s:.3f} s (queue {cost.queue_s:.3f}, memory {cost.memory_s:.3f}, "
+    text += f"miss {cost.miss_s:.3f})"
     if longest.claim.expected > first.claim.expected:
         other = longest.option.cost
         text += (
             f"; {longest.claim.place} has {longest.claim.expected} cached, and costs {other.total_s:.3f} s "
-            f"(queue {other.queue_s:.3f}, displacement {other.displacement_s:.3f}, delay of others {other.delay_s:.3f})"
+            f"(queue {other.queue_s:.3f}, memory {other.memory_s:.3f}, displacement {other.displacement_s:.3f}, "
+            f"delay of others {other.delay_s:.3f})"
         )
     return text
 

@@ -342,6 +342,7 @@ def _scores(answer: pb.ScoreResponse) -> str:
             "LIMITED BY GROUPS",
             "ALONE",
             "QUEUE S",
+            "MEMORY S",
             "MISS S",
             "COST S",
             "REMARK",
@@ -350,7 +351,7 @@ def _scores(answer: pb.ScoreResponse) -> str:
     for one in answer.places:
         limits = ", ".join(str(group.group) for group in one.groups if group.limits)
         alone = ", ".join(str(group.tokens_alone) for group in one.groups)
-        costs = (f"{value:.3f}" for value in (one.cost.queue_s, one.cost.miss_s, one.cost.total_s))
+        costs = (f"{value:.3f}" for value in (one.cost.queue_s, one.cost.memory_s, one.cost.miss_s, one.cost.total_s))
         counts = (str(one.hit_tokens), str(one.expected_tokens), str(one.host_tokens + one.disk_tokens))
         rows.append([one.place, *counts, limits or "-", alone or "-", *costs, one.inexact or "-"])
     return f"{columns(rows)}\n\n{answer.reason}"

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvplane.v1 import step_pb2 as kvplane_dot_v1_dot_step__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvplane/v1/routing.proto\x12\nkvplane.v1\x1a\x15kvplane/v1/step.proto\"\x8b\x01\n\x06Prompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12)\n\nextra_keys\x18\x04 \x01(\x0b\x32\x15.kvplane.v1.ExtraKeys\x12\x0e\n\x06\x64omain\x18\x05 \x01(\t\x12\x11\n\tkey_bytes\x18\x06 \x01(\r\"\xc2\x01\n\x0cScoreRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\"\n\x06prompt\x18\x02 \x01(\x0b\x32\x12.kvplane.v1.Prompt\x12\x12\n\ncandidates\x18\x03 \x03(\t\x12\x12\n\nmax_places\x18\x04 \x01(\r\x12)\n\x06policy\x18\x05 \x01(\x0e\x32\x19.kvplane.v1.RoutingPolicy\x12\x0c\n\x04\x62ook\x18\x06 \x01(\x08\x12\x1e\n\x16\x65xpected_output_tokens\x18\x07 \x01(\r\"\\\n\rScoreResponse\x12\x13\n\x0b\x64\x65\x63ision_id\x18\x01 \x01(\t\x12&\n\x06places\x18\x02 \x03(\x0b\x32\x16.kvplane.v1.PlaceScore\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\xf8\x01\n\nPlaceScore\x12\r\n\x05place\x18\x01 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x12\n\nhit_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x65xpected_tokens\x18\x04 \x01(\r\x12)\n\x06groups\x18\x05 \x03(\x0b\x32\x19.kvplane.v1.PlaceGroupHit\x12\x0f\n\x07inexact\x18\x06 \x01(\t\x12#\n\x04\x63ost\x18\x07 \x01(\x0b\x32\x15.kvplane.v1.PlaceCost\x12\x11\n\tin_flight\x18\x08 \x01(\r\x12\x13\n\x0bhost_tokens\x18\t \x01(\r\x12\x13\n\x0b\x64isk_tokens\x18\n \x01(\r\"R\n\rPlaceGroupHit\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x14\n\x0ctokens_alone\x18\x03 \x01(\r\x12\x0e\n\x06limits\x18\x04 \x01(\x08\"\x99\x01\n\tPlaceCost\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x0e\n\x06miss_s\x18\x02 \x01(\x01\x12\x0f\n\x07\x64\x65lay_s\x18\x03 \x01(\x01\x12\x16\n\x0e\x64isplacement_s\x18\x04 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x05 \x01(\x01\x12\x0f\n\x07total_s\x18\x06 \x01(\x01\x12\x0f\n\x07later_s\x18\x07 \x01(\x01\x12\x0e\n\x06load_s\x18\x08 \x01(\x01\"?\n\x12ScoreStreamRequest\x12)\n\x07request\x18\x01 \x01(\x0b\x32\x18.kvplane.v1.ScoreRequest\"k\n\x13ScoreStreamResponse\x12+\n\x08response\x18\x01 \x01(\x0b\x32\x19.kvplane.v1.ScoreResponse\x12\'\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x18.kvplane.v1.RoutingError\"N\n\x0cRoutingError\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\x0e\n\x06remedy\x18\x04 \x01(\t\"\xb7\x01\n\rReportRequest\x12\x13\n\x0b\x64\x65\x63ision_id\x18\x01 \x01(\t\x12&\n\x05stage\x18\x02 \x01(\x0e\x32\x17.kvplane.v1.ReportStage\x12\x1a\n\rcached_tokens\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x15\n\routput_tokens\x18\x04 \x01(\r\x12\x16\n\telapsed_s\x18\x05 \x01(\x01H\x01\x88\x01\x01\x42\x10\n\x0e_cached_tokensB\x0c\n\n_elapsed_s\"7\n\x0eReportResponse\x12\x16\n\x0e\x63laimed_tokens\x18\x01 \x01(\r\x12\r\n\x05\x63\x61use\x18\x02 \x01(\t\"\"\n\x11ListPlacesRequest\x12\r\n\x05model\x18\x01 \x01(\t\";\n\x12ListPlacesResponse\x12%\n\x06places\x18\x01 \x03(\x0b\x32\x15.kvplane.v1.PlaceInfo\"\x9b\x03\n\tPlaceInfo\x12\r\n\x05place\x18\x01 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\x0f\n\x07\x62\x61tches\x18\x05 \x01(\x04\x12\x0e\n\x06\x65vents\x18\x06 \x01(\x04\x12\x0f\n\x07\x65ntries\x18\x07 \x01(\x04\x12&\n\x06groups\x18\x08 \x03(\x0b\x32\x16.kvplane.v1.PlaceGroup\x12\x0e\n\x06hashes\x18\t \x01(\t\x12\x31\n\x06\x66\x61ults\x18\n \x03(\x0b\x32!.kvplane.v1.PlaceInfo.FaultsEntry\x12\x11\n\tin_flight\x18\x0b \x01(\r\x12\x1c\n\x14prefill_tokens_per_s\x18\x0c \x01(\x01\x12\x0f\n\x07samples\x18\r \x01(\x04\x12\x16\n\x0e\x63laimed_tokens\x18\x0e \x01(\x04\x12\x13\n\x0breal_tokens\x18\x0f \x01(\x04\x12\x14\n\x0cother_models\x18\x10 \x03(\t\x1a-\n\x0b\x46\x61ultsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"M\n\nPlaceGroup\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\x0e\n\x06window\x18\x04 \x01(\r\"\"\n\x11WatchIndexRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xab\x01\n\x12WatchIndexResponse\x12\r\n\x05place\x18\x01 \x01(\t\x12\'\n\x06stored\x18\x02 \x01(\x0b\x32\x15.kvplane.v1.IndexKeysH\x00\x12(\n\x07removed\x18\x03 \x01(\x0b\x32\x15.kvplane.v1.IndexKeysH\x00\x12\x11\n\x07\x63leared\x18\x04 \x01(\x08H\x00\x12\x16\n\x0csnapshot_end\x18\x05 \x01(\x08H\x00\x42\x08\n\x06\x63hange\"o\n\tIndexKeys\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0c\n\x04tier\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\x12$\n\x04\x66orm\x18\x04 \x01(\x0b\x32\x16.kvplane.v1.PlaceGroup\x12\x11\n\tkey_bytes\x18\x05 \x01(\r*\xd9\x01\n\rRoutingPolicy\x12\x1e\n\x1aROUTING_POLICY_UNSPECIFIED\x10\x00\x12\x17\n\x13ROUTING_POLICY_COST\x10\x01\x12\x17\n\x13ROUTING_POLICY_TTFT\x10\x02\x12\x1a\n\x16ROUTING_POLICY_WEIGHTS\x10\x03\x12\x1f\n\x1bROUTING_POLICY_LEAST_LOADED\x10\x04\x12\x1e\n\x1aROUTING_POLICY_ROUND_ROBIN\x10\x05\x12\x19\n\x15ROUTING_POLICY_RANDOM\x10\x06*{\n\x0bReportStage\x12\x1c\n\x18REPORT_STAGE_UNSPECIFIED\x10\x00\x12\x18\n\x14REPORT_STAGE_STARTED\x10\x01\x12\x1c\n\x18REPORT_STAGE_FIRST_TOKEN\x10\x02\x12\x16\n\x12REPORT_STAGE_ENDED\x10\x03\x32\xf8\x02\n\x07Routing\x12<\n\x05Score\x12\x18.kvplane.v1.ScoreRequest\x1a\x19.kvplane.v1.ScoreResponse\x12R\n\x0bScoreStream\x12\x1e.kvplane.v1.ScoreStreamRequest\x1a\x1f.kvplane.v1.ScoreStreamResponse(\x01\x30\x01\x12?\n\x06Report\x12\x19.kvplane.v1.ReportRequest\x1a\x1a.kvplane.v1.ReportResponse\x12K\n\nListPlaces\x12\x1d.kvplane.v1.ListPlacesRequest\x1a\x1e.kvplane.v1.ListPlacesResponse\x12M\n\nWatchIndex\x12\x1d.kvplane.v1.WatchIndexRequest\x1a\x1e.kvplane.v1.WatchIndexResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvplane/v1/routing.proto\x12\nkvplane.v1\x1a\x15kvplane/v1/step.proto\"\x8b\x01\n\x06Prompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12)\n\nextra_keys\x18\x04 \x01(\x0b\x32\x15.kvplane.v1.ExtraKeys\x12\x0e\n\x06\x64omain\x18\x05 \x01(\t\x12\x11\n\tkey_bytes\x18\x06 \x01(\r\"\xc2\x01\n\x0cScoreRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\"\n\x06prompt\x18\x02 \x01(\x0b\x32\x12.kvplane.v1.Prompt\x12\x12\n\ncandidates\x18\x03 \x03(\t\x12\x12\n\nmax_places\x18\x04 \x01(\r\x12)\n\x06policy\x18\x05 \x01(\x0e\x32\x19.kvplane.v1.RoutingPolicy\x12\x0c\n\x04\x62ook\x18\x06 \x01(\x08\x12\x1e\n\x16\x65xpected_output_tokens\x18\x07 \x01(\r\"\\\n\rScoreResponse\x12\x13\n\x0b\x64\x65\x63ision_id\x18\x01 \x01(\t\x12&\n\x06places\x18\x02 \x03(\x0b\x32\x16.kvplane.v1.PlaceScore\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\xf8\x01\n\nPlaceScore\x12\r\n\x05place\x18\x01 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x12\n\nhit_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x65xpected_tokens\x18\x04 \x01(\r\x12)\n\x06groups\x18\x05 \x03(\x0b\x32\x19.kvplane.v1.PlaceGroupHit\x12\x0f\n\x07inexact\x18\x06 \x01(\t\x12#\n\x04\x63ost\x18\x07 \x01(\x0b\x32\x15.kvplane.v1.PlaceCost\x12\x11\n\tin_flight\x18\x08 \x01(\r\x12\x13\n\x0bhost_tokens\x18\t \x01(\r\x12\x13\n\x0b\x64isk_tokens\x18\n \x01(\r\"R\n\rPlaceGroupHit\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x14\n\x0ctokens_alone\x18\x03 \x01(\r\x12\x0e\n\x06limits\x18\x04 \x01(\x08\"\xab\x01\n\tPlaceCost\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x0e\n\x06miss_s\x18\x02 \x01(\x01\x12\x0f\n\x07\x64\x65lay_s\x18\x03 \x01(\x01\x12\x16\n\x0e\x64isplacement_s\x18\x04 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x05 \x01(\x01\x12\x0f\n\x07total_s\x18\x06 \x01(\x01\x12\x0f\n\x07later_s\x18\x07 \x01(\x01\x12\x0e\n\x06load_s\x18\x08 \x01(\x01\x12\x10\n\x08memory_s\x18\t \x01(\x01\"?\n\x12ScoreStreamRequest\x12)\n\x07request\x18\x01 \x01(\x0b\x32\x18.kvplane.v1.ScoreRequest\"k\n\x13ScoreStreamResponse\x12+\n\x08response\x18\x01 \x01(\x0b\x32\x19.kvplane.v1.ScoreResponse\x12\'\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x18.kvplane.v1.RoutingError\"N\n\x0cRoutingError\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\x0e\n\x06remedy\x18\x04 \x01(\t\"\xb7\x01\n\rReportRequest\x12\x13\n\x0b\x64\x65\x63ision_id\x18\x01 \x01(\t\x12&\n\x05stage\x18\x02 \x01(\x0e\x32\x17.kvplane.v1.ReportStage\x12\x1a\n\rcached_tokens\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x15\n\routput_tokens\x18\x04 \x01(\r\x12\x16\n\telapsed_s\x18\x05 \x01(\x01H\x01\x88\x01\x01\x42\x10\n\x0e_cached_tokensB\x0c\n\n_elapsed_s\"7\n\x0eReportResponse\x12\x16\n\x0e\x63laimed_tokens\x18\x01 \x01(\r\x12\r\n\x05\x63\x61use\x18\x02 \x01(\t\"\"\n\x11ListPlacesRequest\x12\r\n\x05model\x18\x01 \x01(\t\";\n\x12ListPlacesResponse\x12%\n\x06places\x18\x01 \x03(\x0b\x32\x15.kvplane.v1.PlaceInfo\"\x9b\x03\n\tPlaceInfo\x12\r\n\x05place\x18\x01 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\x0f\n\x07\x62\x61tches\x18\x05 \x01(\x04\x12\x0e\n\x06\x65vents\x18\x06 \x01(\x04\x12\x0f\n\x07\x65ntries\x18\x07 \x01(\x04\x12&\n\x06groups\x18\x08 \x03(\x0b\x32\x16.kvplane.v1.PlaceGroup\x12\x0e\n\x06hashes\x18\t \x01(\t\x12\x31\n\x06\x66\x61ults\x18\n \x03(\x0b\x32!.kvplane.v1.PlaceInfo.FaultsEntry\x12\x11\n\tin_flight\x18\x0b \x01(\r\x12\x1c\n\x14prefill_tokens_per_s\x18\x0c \x01(\x01\x12\x0f\n\x07samples\x18\r \x01(\x04\x12\x16\n\x0e\x63laimed_tokens\x18\x0e \x01(\x04\x12\x13\n\x0breal_tokens\x18\x0f \x01(\x04\x12\x14\n\x0cother_models\x18\x10 \x03(\t\x1a-\n\x0b\x46\x61ultsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"M\n\nPlaceGroup\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\x0e\n\x06window\x18\x04 \x01(\r\"\"\n\x11WatchIndexRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xab\x01\n\x12WatchIndexResponse\x12\r\n\x05place\x18\x01 \x01(\t\x12\'\n\x06stored\x18\x02 \x01(\x0b\x32\x15.kvplane.v1.IndexKeysH\x00\x12(\n\x07removed\x18\x03 \x01(\x0b\x32\x15.kvplane.v1.IndexKeysH\x00\x12\x11\n\x07\x63leared\x18\x04 \x01(\x08H\x00\x12\x16\n\x0csnapshot_end\x18\x05 \x01(\x08H\x00\x42\x08\n\x06\x63hange\"o\n\tIndexKeys\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0c\n\x04tier\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\x12$\n\x04\x66orm\x18\x04 \x01(\x0b\x32\x16.kvplane.v1.PlaceGroup\x12\x11\n\tkey_bytes\x18\x05 \x01(\r*\xd9\x01\n\rRoutingPolicy\x12\x1e\n\x1aROUTING_POLICY_UNSPECIFIED\x10\x00\x12\x17\n\x13ROUTING_POLICY_COST\x10\x01\x12\x17\n\x13ROUTING_POLICY_TTFT\x10\x02\x12\x1a\n\x16ROUTING_POLICY_WEIGHTS\x10\x03\x12\x1f\n\x1bROUTING_POLICY_LEAST_LOADED\x10\x04\x12\x1e\n\x1aROUTING_POLICY_ROUND_ROBIN\x10\x05\x12\x19\n\x15ROUTING_POLICY_RANDOM\x10\x06*{\n\x0bReportStage\x12\x1c\n\x18REPORT_STAGE_UNSPECIFIED\x10\x00\x12\x18\n\x14REPORT_STAGE_STARTED\x10\x01\x12\x1c\n\x18REPORT_STAGE_FIRST_TOKEN\x10\x02\x12\x16\n\x12REPORT_STAGE_ENDED\x10\x03\x32\xf8\x02\n\x07Routing\x12<\n\x05Score\x12\x18.kvplane.v1.ScoreRequest\x1a\x19.kvplane.v1.ScoreResponse\x12R\n\x0bScoreStream\x12\x1e.kvplane.v1.ScoreStreamRequest\x1a\x1f.kvplane.v1.ScoreStreamResponse(\x01\x30\x01\x12?\n\x06Report\x12\x19.kvplane.v1.ReportRequest\x1a\x1a.kvplane.v1.ReportResponse\x12K\n\nListPlaces\x12\x1d.kvplane.v1.ListPlacesRequest\x1a\x1e.kvplane.v1.ListPlacesResponse\x12M\n\nWatchIndex\x12\x1d.kvplane.v1.WatchIndexRequest\x1a\x1e.kvplane.v1.WatchIndexResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,10 +34,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PLACEINFO_FAULTSENTRY']._loaded_options = None
   _globals['_PLACEINFO_FAULTSENTRY']._serialized_options = b'8\001'
-  _globals['_ROUTINGPOLICY']._serialized_start=2398
-  _globals['_ROUTINGPOLICY']._serialized_end=2615
-  _globals['_REPORTSTAGE']._serialized_start=2617
-  _globals['_REPORTSTAGE']._serialized_end=2740
+  _globals['_ROUTINGPOLICY']._serialized_start=2416
+  _globals['_ROUTINGPOLICY']._serialized_end=2633
+  _globals['_REPORTSTAGE']._serialized_start=2635
+  _globals['_REPORTSTAGE']._serialized_end=2758
   _globals['_PROMPT']._serialized_start=64
   _globals['_PROMPT']._serialized_end=203
   _globals['_SCOREREQUEST']._serialized_start=206
@@ -49,33 +49,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PLACEGROUPHIT']._serialized_start=747
   _globals['_PLACEGROUPHIT']._serialized_end=829
   _globals['_PLACECOST']._serialized_start=832
-  _globals['_PLACECOST']._serialized_end=985
-  _globals['_SCORESTREAMREQUEST']._serialized_start=987
-  _globals['_SCORESTREAMREQUEST']._serialized_end=1050
-  _globals['_SCORESTREAMRESPONSE']._serialized_start=1052
-  _globals['_SCORESTREAMRESPONSE']._serialized_end=1159
-  _globals['_ROUTINGERROR']._serialized_start=1161
-  _globals['_ROUTINGERROR']._serialized_end=1239
-  _globals['_REPORTREQUEST']._serialized_start=1242
-  _globals['_REPORTREQUEST']._serialized_end=1425
-  _globals['_REPORTRESPONSE']._serialized_start=1427
-  _globals['_REPORTRESPONSE']._serialized_end=1482
-  _globals['_LISTPLACESREQUEST']._serialized_start=1484
-  _globals['_LISTPLACESREQUEST']._serialized_end=1518
-  _globals['_LISTPLACESRESPONSE']._serialized_start=1520
-  _globals['_LISTPLACESRESPONSE']._serialized_end=1579
-  _globals['_PLACEINFO']._serialized_start=1582
-  _globals['_PLACEINFO']._serialized_end=1993
-  _globals['_PLACEINFO_FAULTSENTRY']._serialized_start=1948
-  _globals['_PLACEINFO_FAULTSENTRY']._serialized_end=1993
-  _globals['_PLACEGROUP']._serialized_start=1995
-  _globals['_PLACEGROUP']._serialized_end=2072
-  _globals['_WATCHINDEXREQUEST']._serialized_start=2074
-  _globals['_WATCHINDEXREQUEST']._serialized_end=2108
-  _globals['_WATCHINDEXRESPONSE']._serialized_start=2111
-  _globals['_WATCHINDEXRESPONSE']._serialized_end=2282
-  _globals['_INDEXKEYS']._serialized_start=2284
-  _globals['_INDEXKEYS']._serialized_end=2395
-  _globals['_ROUTING']._serialized_start=2743
-  _globals['_ROUTING']._serialized_end=3119
+  _globals['_PLACECOST']._serialized_end=1003
+  _globals['_SCORESTREAMREQUEST']._serialized_start=1005
+  _globals['_SCORESTREAMREQUEST']._serialized_end=1068
+  _globals['_SCORESTREAMRESPONSE']._serialized_start=1070
+  _globals['_SCORESTREAMRESPONSE']._serialized_end=1177
+  _globals['_ROUTINGERROR']._serialized_start=1179
+  _globals['_ROUTINGERROR']._serialized_end=1257
+  _globals['_REPORTREQUEST']._serialized_start=1260
+  _globals['_REPORTREQUEST']._serialized_end=1443
+  _globals['_REPORTRESPONSE']._serialized_start=1445
+  _globals['_REPORTRESPONSE']._serialized_end=1500
+  _globals['_LISTPLACESREQUEST']._serialized_start=1502
+  _globals['_LISTPLACESREQUEST']._serialized_end=1536
+  _globals['_LISTPLACESRESPONSE']._serialized_start=1538
+  _globals['_LISTPLACESRESPONSE']._serialized_end=1597
+  _globals['_PLACEINFO']._serialized_start=1600
+  _globals['_PLACEINFO']._serialized_end=2011
+  _globals['_PLACEINFO_FAULTSENTRY']._serialized_start=1966
+  _globals['_PLACEINFO_FAULTSENTRY']._serialized_end=2011
+  _globals['_PLACEGROUP']._serialized_start=2013
+  _globals['_PLACEGROUP']._serialized_end=2090
+  _globals['_WATCHINDEXREQUEST']._serialized_start=2092
+  _globals['_WATCHINDEXREQUEST']._serialized_end=2126
+  _globals['_WATCHINDEXRESPONSE']._serialized_start=2129
+  _globals['_WATCHINDEXRESPONSE']._serialized_end=2300
+  _globals['_INDEXKEYS']._serialized_start=2302
+  _globals['_INDEXKEYS']._serialized_end=2413
+  _globals['_ROUTING']._serialized_start=2761
+  _globals['_ROUTING']._serialized_end=3137
 # @@protoc_insertion_point(module_scope)

@@ -116,7 +116,7 @@ class PlaceGroupHit(_message.Message):
     def __init__(self, group: _Optional[int] = ..., kind: _Optional[str] = ..., tokens_alone: _Optional[int] = ..., limits: bool = ...) -> None: ...
 
 class PlaceCost(_message.Message):
-    __slots__ = ("queue_s", "miss_s", "delay_s", "displacement_s", "decode_s", "total_s", "later_s", "load_s")
+    __slots__ = ("queue_s", "miss_s", "delay_s", "displacement_s", "decode_s", "total_s", "later_s", "load_s", "memory_s")
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     MISS_S_FIELD_NUMBER: _ClassVar[int]
     DELAY_S_FIELD_NUMBER: _ClassVar[int]
@@ -125,6 +125,7 @@ class PlaceCost(_message.Message):
     TOTAL_S_FIELD_NUMBER: _ClassVar[int]
     LATER_S_FIELD_NUMBER: _ClassVar[int]
     LOAD_S_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_S_FIELD_NUMBER: _ClassVar[int]
     queue_s: float
     miss_s: float
     delay_s: float
@@ -133,7 +134,8 @@ class PlaceCost(_message.Message):
     total_s: float
     later_s: float
     load_s: float
-    def __init__(self, queue_s: _Optional[float] = ..., miss_s: _Optional[float] = ..., delay_s: _Optional[float] = ..., displacement_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., total_s: _Optional[float] = ..., later_s: _Optional[float] = ..., load_s: _Optional[float] = ...) -> None: ...
+    memory_s: float
+    def __init__(self, queue_s: _Optional[float] = ..., miss_s: _Optional[float] = ..., delay_s: _Optional[float] = ..., displacement_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., total_s: _Optional[float] = ..., later_s: _Optional[float] = ..., load_s: _Optional[float] = ..., memory_s: _Optional[float] = ...) -> None: ...
 
 class ScoreStreamRequest(_message.Message):
     __slots__ = ("request",)
