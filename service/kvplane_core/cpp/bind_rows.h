@@ -33,8 +33,9 @@ template <typename Section>
 PyObject* ColumnsToPy(const Section& section) {
     Owned columns(PyDict_New());
     for (const auto& column : ColumnsOf(section)) {
-        const Column& entries = section.*column.of;
+        Column entries = section.*column.of;
         if (std::all_of(entries.begin(), entries.end(), [&](Int one) { return one == column.otherwise; })) continue;
+        if (column.is_by_row) entries.resize(section.slot.size(), column.otherwise.value_or(0));
         const auto bits = [&] { return ToPy(std::vector<uint64_t>(entries.begin(), entries.end())); };
         const Owned made(column.is_bits() ? bits() : ToPy(entries));
         if (PyDict_SetItemString(columns.get(), column.name, made.get()) != 0) throw Raised();
@@ -42,20 +43,33 @@ PyObject* ColumnsToPy(const Section& section) {
     return columns.Release();
 }
 
-// The sections facts, run and admit of a part, and the hashes of the facts.
-inline PyObject* RecordedToPy(const RecordedRows& rows) {
-    return Tuple(ColumnsToPy(rows.facts), ColumnsToPy(rows.run), ColumnsToPy(rows.admit), ToPy(rows.hashes));
+using Recorded = std::vector<RecordedRows>;  // of a closed step, by part
+constexpr const char* kRecorded = "kvplane.recorded";
+
+// recorded_rows(recorded): by part, the sections facts, run and admit, and the hashes of the facts. No core is read.
+inline PyObject* RecordedToPy(PyObject*, PyObject* capsule) {
+    return Guarded([&]() -> PyObject* {
+        const auto* recorded = static_cast<Recorded*>(PyCapsule_GetPointer(capsule, kRecorded));
+        if (recorded == nullptr) Owned::Fail();
+        Owned parts(PyList_New(0));
+        for (const auto& [facts, run, admit, hashes] : *recorded)
+            Append(parts, Tuple(ColumnsToPy(facts), ColumnsToPy(run), ColumnsToPy(admit), ToPy(hashes)));
+        return parts.Release();
+    });
 }
 
-// (answers that `flush` has not returned, executed_through, recorded rows by part)
+// (answers that `flush` has not returned, executed_through, what `recorded_rows` takes if rows are recorded, else None)
 inline PyObject* CloseRows(Core& core) {
     return Change(core, [&](Replica& replica) {
         OpenStep& rows = RowsOf(core);
         rows.Close();
         PyObject* parts = TakeParts(rows);
-        Owned recorded(PyList_New(0));
-        for (const RecordedRows& one : rows.recorded) Append(recorded, RecordedToPy(one));
-        return Tuple(parts, ToPy(PoolOf(replica).executed_through), recorded.Release());
+        const auto destroy = [](PyObject* one) { delete static_cast<Recorded*>(PyCapsule_GetPointer(one, kRecorded)); };
+        PyObject* const recorded =
+            rows.recorded.empty()
+                ? Py_NewRef(Py_None)
+                : Capsule(std::make_unique<Recorded>(std::exchange(rows.recorded, Recorded())), kRecorded, destroy);
+        return Tuple(parts, ToPy(PoolOf(replica).executed_through), recorded);
     });
 }
 

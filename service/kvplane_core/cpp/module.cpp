@@ -219,6 +219,7 @@ PyMethodDef kMethods[] = {
     Method("read", Read, "Answer a question."),
     Method("change", ChangeBy, "Change the core."),
     Method("decode_row", DecodeRow, "Append what a running request gained, and grant it tokens."),
+    {"recorded_rows", RecordedToPy, METH_O, "Return the rows of a closed step."},
     {"advance", Advance, METH_O, "Do the next slice of a check, an image or an end."},
     Method("pack_applied", PackApplied, "Return the decision about the last step, packed."),
     {"pack_events", PackEvents, METH_VARARGS, "Return events, packed."},

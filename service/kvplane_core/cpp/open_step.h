@@ -5,7 +5,8 @@
 
 namespace kvplane {
 
-// The rows of a part, for a replica that follows this one: sections as `part_rows.py` makes them.
+// The rows of a part, for a replica that follows this one: sections as `part_rows.py` makes them. The last entries of a
+// column are left out if they are the default.
 struct RecordedRows {
     Facts facts;
     Run run;
@@ -14,16 +15,15 @@ struct RecordedRows {
 
     void AddFacts(const Facts& row) {
         AddRow(row, &facts);
-        if (row.hashes.size) hashes.insert(hashes.end(), row.hashes.data, row.hashes.data + row.hashes.size);
+        AddHashes(row.hashes);
     }
 
     void AddGrowth(Int slot, Int appended, const Hashes& made, size_t digest_size) {
-        Facts row;
-        row.slot = {slot};
-        row.appended = {appended};
-        row.num_hashes = {static_cast<Int>(digest_size ? made.size / digest_size : 0)};
-        row.hashes = made;
-        AddFacts(row);
+        const size_t row = facts.slot.size();
+        facts.slot.push_back(slot);
+        Put(appended, 0, row, &facts.appended);
+        Put(static_cast<Int>(digest_size ? made.size / digest_size : 0), 0, row, &facts.num_hashes);
+        AddHashes(made);
     }
 
     void AddRun(Int slot, Int extra, const Growth& growth, Int flags) {
@@ -40,9 +40,21 @@ struct RecordedRows {
   private:
     template <typename Section, typename Into>
     static void AddRow(const Section& row, Into* into) {
+        const size_t at = into->slot.size();
         for (const auto& column : ColumnsOf(row)) {
-            if (column.is_by_row) (into->*column.of).push_back(Entry(row.*column.of, 0, column.otherwise.value_or(0)));
+            const Int otherwise = column.otherwise.value_or(0);
+            if (column.is_by_row) Put(Entry(row.*column.of, 0, otherwise), column.otherwise, at, &(into->*column.of));
         }
+    }
+
+    static void Put(Int entry, std::optional<Int> otherwise, size_t row, Column* column) {
+        if (entry == otherwise) return;
+        column->resize(row, otherwise.value_or(0));
+        column->push_back(entry);
+    }
+
+    void AddHashes(const Hashes& made) {
+        if (made.size) hashes.insert(hashes.end(), made.data, made.data + made.size);
     }
 };
 

@@ -6,7 +6,7 @@ Each method is one call of the core.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.sections import AdmitRow
@@ -63,7 +63,7 @@ class NativeOpenStep:
         self.seq = _native.change(core, "open", executed_through, records)
         self._executed_through = executed_through
         self._epoch = replica.epoch if records else 0
-        self._columns: list[tuple[Any, Any, Any, bytes]] = []  # recorded sections that the core keeps, by part
+        self._recorded: object = None  # the sections that the core has recorded
         self._others: dict[int, PartRows] | None = {} if records else None  # the other ones
         self._results: list[PartResult] = []
         self.new_blocks: list[list[int]] = []
@@ -71,7 +71,7 @@ class NativeOpenStep:
 
     def close(self) -> StepResult:
         """End the step; returns the result of the step."""
-        parts, through, self._columns = _native.change(self._core, "close")
+        parts, through, self._recorded = _native.change(self._core, "close")
         self._results += parts
         return StepResult(self.seq, 0, self._results, through)
 
@@ -79,7 +79,7 @@ class NativeOpenStep:
         """Return the step that has the rows of this closed step. Any thread may call it, also while later steps run."""
         assert self._others is not None, "the step was opened without `records`"
         parts = []
-        for number, (facts, run, admit, hashes) in enumerate(self._columns):
+        for number, (facts, run, admit, hashes) in enumerate(_native.recorded_rows(self._recorded)):
             others = self._others.get(number) or PartRows()
             part = Part(Facts(hashes=hashes, **facts), others.cache or Cache())
             part.news = news_section(others.news)
