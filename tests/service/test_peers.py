@@ -9,7 +9,8 @@ import pytest
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import TierKind, TierSpec
-from kvplane_service.registry import Entry, Registration
+from kvplane_service.config import Config
+from kvplane_service.registry import Entry, Registration, Registry
 from kvplane_worker.engine.request import Request
 from kvplane_worker.tiers.seal import IDENTITY_BYTES
 from tests.core.builders import full, replica_spec
@@ -68,6 +69,24 @@ def test_a_reset_ends_what_is_sent_and_read(site: Site, which: int):
     world.engine.change_weights(world.weights)
     serve(first, "again")
     assert serve(second) == 0
+
+
+@pytest.mark.parametrize(("which", "loaded"), [(0, 0), (1, 0), (None, 96)], ids=["the reader", "the peer", "nobody"])
+def test_a_reset_is_remembered_by_a_new_service(site: Site, which: int | None, loaded: int):
+    first, second = site.worlds
+    if which is not None:
+        world = site.worlds[which]
+        world.engine.change_weights(world.weights)
+    before, site.registry = site.registry, Registry(Config(), lambda: 0)
+    for world in site.worlds:
+        entry = before.get(world.name)
+        site.registry.register(world.name, entry.registration)
+        world.registry = site.registry
+        world.engine = world.begin()
+        site.registry.get(world.name).workers.register(site.info(world, 0))
+    site.connect()
+    serve(first)
+    assert serve(second) == loaded
 
 
 def test_a_peer_whose_engine_is_gone_is_forgotten(site: Site):

@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 
 from kvplane.base.errors import InvalidArgument, KvplaneError, OtherWriter
+from kvplane.base.groups import NULL_BLOCK
 from kvplane.base.retain import Retain
 from kvplane.base.session import NEW_EPOCH, Opened, OpenRequest
 from kvplane.base.step import Part, Step, StepResult
@@ -397,6 +398,7 @@ class ReplicaHost(HostState):
         opening = self._lives.opening
         assert opening is not None and life.epoch > self.epoch, f"epoch {life.epoch} has begun"
         self.epoch, self._life_nonce = life.epoch, opening.nonce
+        self.memory_had_reset = len(life.stamp_table) > 0 and life.stamp_table[NULL_BLOCK] != 0
         self._resumable = self.has_left = False
         self._order = StepOrder(self._config.max_steps_in_flight)
         self.mirror.requests.image_may_come = len(life.stamp_table) > 0

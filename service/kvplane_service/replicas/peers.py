@@ -33,6 +33,7 @@ class Host(Protocol):
     name: str
     replica: ReplicaCore
     epoch: int
+    memory_had_reset: bool
 
     @property
     def is_live(self) -> bool:
@@ -201,7 +202,7 @@ class Namespace:
             return step
         for one in self._members.values():
             self._read(one)
-        if _had_reset(me.host.replica):
+        if _had_reset(me.host):
             return step
         if me.sent.epoch != me.host.epoch:
             me.sent = Sent(me.host.epoch, waiting=dict.fromkeys(self._holders))
@@ -265,7 +266,7 @@ class Namespace:
         """Read what has changed in the host tier of a replica."""
         if not member.host.is_readable:
             return
-        if not member.host.is_live or member.first < 0 or _had_reset(member.host.replica):
+        if not member.host.is_live or member.first < 0 or _had_reset(member.host):
             if member.held:
                 self._hold(member, {})
             member.changed = None
@@ -314,6 +315,8 @@ def _mapped(member: Member) -> set[bytes]:
     return {incarnation for worker in member.workers.alive() for incarnation in worker.mapped}
 
 
-def _had_reset(core: ReplicaCore) -> bool:
-    """Whether the cache of a replica was reset: the null block has the stamp of the last reset."""
-    return core.entries([NULL_BLOCK]).unkeyed_stamp[0] != 0
+def _had_reset(host: Host) -> bool:
+    """Whether the cache of a replica was reset: the null block has the stamp of the last reset, in the core, or in the
+    memory with which the engine began, where a reset outlives the service.
+    """
+    return host.memory_had_reset or host.replica.entries([NULL_BLOCK]).unkeyed_stamp[0] != 0
