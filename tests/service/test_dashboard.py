@@ -368,6 +368,7 @@ SCENARIOS: dict[str, Callable[[], Series]] = {
     "KvplaneTierSuspended": tiered.failing_disk,
     "KvplaneTierSavesLost": tiered.lost_saves,
     "KvplaneTierLoadsFail": tiered.failing_loads,
+    "KvplanePeersUnread": tiered.unread_peers,
     "KvplaneRouterClaimsWrong": wrong_claims,
     "KvplaneRouterEntriesDiffer": contradicted,
     "KvplaneRouterHashesUnproven": unproven_place,

@@ -71,7 +71,7 @@ def test_a_reset_ends_what_is_sent_and_read(site: Site, which: int):
     assert serve(second) == 0
 
 
-@pytest.mark.parametrize(("which", "loaded"), [(0, 0), (1, 0), (None, 96)], ids=["the reader", "the peer", "nobody"])
+@pytest.mark.parametrize(("which", "loaded"), [(0, 0), (1, 0), (None, 96)], ids=["the reader", "the peer", "neither"])
 def test_a_reset_is_remembered_by_a_new_service(site: Site, which: int | None, loaded: int):
     first, second = site.worlds
     if which is not None:

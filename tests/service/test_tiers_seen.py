@@ -169,6 +169,25 @@ def test_top_shows_how_full_each_tier_is(served):
     assert "2 refused" in text
 
 
+def test_hits_are_shown_by_their_source(served):
+    """Of what hits, the tiers' part is that of their loads, and the rest is the device's."""
+    for _ in range(2):  # the second one hits on the device
+        served.serve(0, RowFlag.LOAD)
+    served.report(USE, replace(DISK_USE, kind=TierKind.PEERS, discarded_blocks=4))
+    answer = described(served)
+    host, disk = answer.tiers
+    device = answer.counters.hit_tokens - host.hit_tokens - disk.hit_tokens
+    assert device > 0
+    of_host = f"device {device:,} tokens; host {host.hit_tokens:,} tokens, 0 bytes; disk {disk.hit_tokens:,} tokens"
+    assert any(line.startswith(f"hits by source: {of_host}") for line in "\n".join(_description(answer)).splitlines())
+    console = Console(width=90, record=True)
+    console.print(panel(answer, Trend()))
+    text = " ".join(console.export_text().replace("\u2502", " ").split())
+    assert f"hits {of_host}" in text
+    assert "3 of peers gone" in text
+    assert "4 of peers written again" in text
+
+
 def test_counters_of_tiers_outlive_the_exported_state(served):
     replica = specification_of(served.host.replica)
     again = load_state(replica.spec, export_state(replica))

@@ -147,6 +147,13 @@ def lost_saves() -> Series:
     return _pages(act)
 
 
+def unread_peers() -> Series:
+    def act(served: Served, number: int) -> None:
+        served.report(TierUse(TierKind.PEERS, loaded_blocks=5 * number, discarded_blocks=number))
+
+    return _pages(act)
+
+
 def failing_loads() -> Series:
     def act(served: Served, number: int) -> None:
         served.loads_fail = True

@@ -20,6 +20,7 @@ from kvplane_worker.rpc.arenas import ArenaLender, PeersOfWorker, borrow
 from kvplane_worker.tiers import HostSlots, PeerSlots
 from kvplane_worker.tiers.arena import Arena, arena_bytes
 from kvplane_worker.tiers.seal import IDENTITY_BYTES, Content
+from kvplane_worker.tiers.slots import SlotCounts
 
 SLOTS, WIDTH, NAMESPACE = 6, 5000, b"weights and plan"
 HOST, PEERS = TierSpec(TierKind.HOST, SLOTS), TierSpec(TierKind.PEERS, 40)
@@ -68,6 +69,32 @@ def test_a_peer_reads_what_its_job_names_and_nothing_else(tmp_path: Path):
         written(host, 2, 8, 99, b"other")
         assert peers.read([row(12, 7, 99)], WIDTH) is None
         assert bytes(found[0].tolist()) != host.arena.rows[:WIDTH], "what was read is a copy"
+
+
+def test_what_cannot_be_read_is_counted_by_its_reason(tmp_path: Path):
+    """Written again and gone are expected of a peer, and no damage."""
+    again, gone, damaged = (1, 0, 0), (0, 1, 0), (0, 0, 1)
+    peers = PeerSlots(PEERS, WIDTH, NAMESPACE)
+
+    def counted(content: Content) -> tuple[int, int, int]:
+        assert peers.read([content], WIDTH) is None
+        peers.counts = SlotCounts()
+        peers.note_unread([content])
+        return peers.counts.discarded, peers.counts.failed, peers.counts.refused
+
+    with lent(tmp_path / "a") as (host, arena):
+        peer = borrow(arena)
+        peers.set_peers([peer])
+        assert counted(row(12, 7, 99)) == again, "nothing was written yet"
+        written(host, 2, 7, 99, b"right")
+        for other in (row(12, 6, 99), row(12, 7, 98), row(12, 7, 99)._replace(group=2)):
+            assert counted(other) == again
+        host.arena.rows[2 * host.slot_bytes + 40] ^= 1
+        assert counted(row(12, 7, 99)) == damaged
+        peers.set_peers([type(peer)(peer.first, b"x" * 16, peer.memory)])
+        assert counted(row(12, 7, 99)) == damaged, "another memory than the service named"
+        peers.set_peers([])
+        assert counted(row(12, 7, 99)) == gone
 
 
 @pytest.mark.parametrize(

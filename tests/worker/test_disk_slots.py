@@ -113,6 +113,7 @@ def test_a_file_that_became_shorter_fails_loads_and_is_left_alone_for_a_while(ri
     assert not rig.until(20)
     rig.save(21, 5, 0, tier=DISK)
     assert not rig.until(21)
+    assert (rig.disk.counts.failed, rig.disk.counts.refused) == (FAILURES, 0), "a disk that fails damages nothing"
     monkeypatch.setattr(rig.disk, "_paused_until", 0.0)
     rig.load(22, [(0, 2, 9)], tier=DISK)
     assert rig.until(22)

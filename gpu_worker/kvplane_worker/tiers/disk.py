@@ -221,7 +221,8 @@ class DiskSlots:
 
     def read(self, contents: Sequence[Content], num_bytes: int) -> Tensor | None:
         """See `Slots.read`. None also while the disk fails."""
-        if num_bytes > self.slot_bytes or self.is_suspended:
+        self._threads.is_damaged = num_bytes > self.slot_bytes
+        if self._threads.is_damaged or self.is_suspended:
             return None
         buffer, rows = self._buffer(len(contents), num_bytes)
         width = len(buffer) // len(contents)
@@ -233,8 +234,13 @@ class DiskSlots:
                 return None
             payload = row[ALIGNMENT_BYTES : ALIGNMENT_BYTES + num_bytes]
             if row[:HEADER_BYTES] != content.seal(payload):
+                self._threads.is_damaged = True
                 return None
         return rows
+
+    def note_unread(self, contents: Sequence[Content]) -> None:
+        """See `Slots.note_unread`. What the disk fails to read is counted as it fails."""
+        self.counts.refused += len(contents) * self._threads.is_damaged
 
     def held(self, slot: int) -> tuple[int, int]:
         """See `Slots.held`."""

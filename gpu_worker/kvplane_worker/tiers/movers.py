@@ -298,7 +298,7 @@ class Movers:
         rows = tier.read(contents, pages.bytes_per_block)
         if rows is None:
             _log.warning("tier %d: slots %d to %d are not what they should be", first.tier, first.slot, piece[-1].slot)
-            tier.counts.refused += len(piece)
+            tier.note_unread(contents)
             return False
         blocks = tuple(row.block for row in piece)
         with self._writing(first.epoch, blocks) as may_write:
@@ -357,7 +357,8 @@ class Movers:
     def _move(self, row: JobRow) -> bool:
         source, target = self._place.tiers[row.tier], self._place.tiers[row.block]
         group, num_bytes = source.held(row.slot)
-        payload = source.read([self._content(row.tier, row.slot, group, row.version, row.key)], num_bytes)
+        held = [self._content(row.tier, row.slot, group, row.version, row.key)]
+        payload = source.read(held, num_bytes)
 
         def was_taken() -> bool:
             if source.spec.kind is TierKind.PEERS:
@@ -367,8 +368,10 @@ class Movers:
             return self._place.stamps.words[self._place.first_id(row.tier) + row.slot] != row.version
 
         if payload is None:
-            source.counts.discarded += was_taken()
-            source.counts.refused += not was_taken()
+            if was_taken():
+                source.counts.discarded += 1
+            else:
+                source.note_unread(held)
             return False
         content = self._content(row.block, row.stamp, group, row.job, row.key)
 

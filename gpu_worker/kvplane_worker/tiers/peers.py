@@ -22,7 +22,7 @@ from torch import Tensor
 from kvplane.base.groups import TierSpec
 from kvplane_worker.tiers.arena import PeerMemory, aligned
 from kvplane_worker.tiers.kept import Kept
-from kvplane_worker.tiers.seal import HEADER_BYTES, IDENTITY_BYTES, Content, held_in
+from kvplane_worker.tiers.seal import HEADER_BYTES, IDENTITY_BYTES, Content, held_in, was_written_again
 from kvplane_worker.tiers.slots import Fill, SlotCounts
 
 HOST = 0  # number of the host tier of every replica that has a tier of peers
@@ -82,14 +82,31 @@ class PeerSlots:
                 return None
         return rows
 
-    def _is_right(self, content: Content, header: memoryview, payload: memoryview) -> bool:
-        """Whether what was copied is what a job names."""
+    def note_unread(self, contents: Sequence[Content]) -> None:
+        """See `Slots.note_unread`: failed if the peer is gone, discarded if it wrote a slot again, else refused."""
+        header = memoryview(bytearray(HEADER_BYTES))
+        for content in contents:
+            expected = self._expected(content)
+            if expected is None or not self._copy(content.slot, header, memoryview(bytearray())):
+                self.counts.failed += len(contents)
+                return
+            if was_written_again(bytes(header), expected):
+                self.counts.discarded += len(contents)
+                return
+        self.counts.refused += len(contents)
+
+    def _expected(self, content: Content) -> Content | None:
+        """Return what the peer's slot holds if it is what a job names; None if the peer is gone."""
         peer = self._peer_of(content.slot)
         if peer is None:
-            return False
+            return None
         identity, slot = self._namespace + peer.incarnation, content.slot - peer.first
-        expected = content._replace(identity=identity, tier=HOST, slot=slot)
-        return bytes(header) == expected.seal(payload)
+        return content._replace(identity=identity, tier=HOST, slot=slot)
+
+    def _is_right(self, content: Content, header: memoryview, payload: memoryview) -> bool:
+        """Whether what was copied is what a job names."""
+        expected = self._expected(content)
+        return expected is not None and bytes(header) == expected.seal(payload)
 
     def _copy(self, slot: int, header: memoryview, payload: memoryview) -> bool:
         peer = self._peer_of(slot)

@@ -49,6 +49,17 @@ class Content(NamedTuple):
         return header + checksum.digest()
 
 
+def was_written_again(header: bytes, content: Content) -> bool:
+    """Return whether the header of a slot says that it holds something else than this content by now, or nothing; False
+    if it is that of another memory or slot, or of this content.
+    """
+    if header == UNSEALED:
+        return True
+    form, identity, place, slot, version, key, _ = _HEADER.unpack_from(header)
+    is_slot = (form, identity, place >> 24, slot) == (FORMAT, content.identity, content.tier, content.slot)
+    return is_slot and (place & 0xFFFFFF, version, key) != (content.group, content.version, content.key)
+
+
 def held_in(header: bytes) -> tuple[int, int]:
     """Return the group and the bytes of the payload that a header names, unverified; zeroes if it is none."""
     form, _, place, _, _, _, num_bytes = _HEADER.unpack_from(header)

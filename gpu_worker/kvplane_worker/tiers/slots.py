@@ -34,9 +34,9 @@ class SlotCounts:
     saved_bytes: int = 0
     loaded: int = 0
     loaded_bytes: int = 0
-    discarded: int = 0  # the page or the engine life changed meanwhile
+    discarded: int = 0  # the page, the engine life or the slot of a peer changed meanwhile
     refused: int = 0  # the slot did not hold what the job names, or was damaged
-    failed: int = 0  # reads and writes that the disk refused, or did in part
+    failed: int = 0  # reads and writes that the disk refused, or did in part; blocks of peers that are gone
 
 
 class Slots(Protocol):
@@ -66,6 +66,9 @@ class Slots(Protocol):
         """Return the payloads of consecutive slots, uint8 [len(contents), num_bytes], or None if one of them is not
         what it should be. Valid until the next `read` of the same thread.
         """
+
+    def note_unread(self, contents: Sequence[Content]) -> None:
+        """Count the slots that the last `read` of this thread did not return, by the reason."""
 
     @property
     def is_suspended(self) -> bool:
@@ -147,6 +150,10 @@ class HostSlots:
                 return None
         first = contents[0].slot
         return self._rows[first : first + len(contents), :num_bytes]
+
+    def note_unread(self, contents: Sequence[Content]) -> None:
+        """See `Slots.note_unread`."""
+        self.counts.refused += len(contents)
 
     @property
     def is_suspended(self) -> bool:

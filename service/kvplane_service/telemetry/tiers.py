@@ -173,8 +173,9 @@ _OF_WORKERS: tuple[tuple[_Kind, str, str, tuple[str, ...], Callable[[TierUse], _
     (
         CounterMetricFamily,
         "kvplane_worker_tier_blocks",
-        "Blocks that the copy engine of a worker saved into and loaded from a tier; discarded (a stamp had changed, or "
-        "the epoch had ended); refused (the slot held something else, or was damaged); failed (errors of the disk).",
+        "Blocks that the copy engine of a worker saved into and loaded from a tier; discarded (a stamp had changed, "
+        "the epoch had ended, or a peer had written its slot again); refused (the slot held something else, or was "
+        "damaged); failed (errors of the disk, or a peer that is gone).",
         ("outcome",),
         _blocks_of,
     ),

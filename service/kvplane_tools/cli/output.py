@@ -184,6 +184,16 @@ def retained_line(answer: DescribeReplicaResponse) -> str:
     return f"{prefixes}, {counted(answer.retained_blocks, 'block')}"
 
 
+def sources_line(answer: DescribeReplicaResponse) -> str:
+    """Return where tokens hit, and how many bytes were loaded, such as "device 96 tokens; disk 64 tokens, 1 MiB"."""
+    loaded = sum(tier.hit_tokens for tier in answer.tiers)
+    parts = [f"device {answer.counters.hit_tokens - loaded:,} tokens"]
+    for tier in answer.tiers:
+        num_bytes = sum(use.loaded_bytes for worker in answer.workers for use in worker.tiers if use.kind == tier.kind)
+        parts.append(f"{tier_word(tier.kind)} {tier.hit_tokens:,} tokens, {size(num_bytes)}")
+    return "; ".join(parts)
+
+
 def by_reason(counts: Mapping[str, int]) -> str:
     """Return counts as text, such as "12 evicted, 3 out of blocks"; "none" if every count is 0."""
     parts = (f"{count:,} {reason.replace('_', ' ')}" for reason, count in sorted(counts.items()) if count)

@@ -22,6 +22,7 @@ from kvplane_tools.cli.output import (
     show,
     size,
     slack_line,
+    sources_line,
     store_word,
     text_of,
     tier_word,
@@ -160,6 +161,7 @@ def _groups(answer: DescribeReplicaResponse) -> str:
 
 
 def _jobs_of_tiers(answer: DescribeReplicaResponse) -> Iterator[str]:
+    yield f"hits by source: {sources_line(answer)}"
     yield f"tiers: {by_reason(answer.tier_counts)}"
     yield f"copy jobs: {by_reason(answer.tier_jobs)}"
 

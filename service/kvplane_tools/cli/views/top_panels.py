@@ -14,7 +14,16 @@ from rich.text import Text
 
 from kvplane import wire
 from kvplane.v1.allocation_pb2 import DescribeReplicaResponse, ReplicaState
-from kvplane_tools.cli.output import age, by_reason, retained_line, slack_line, tier_word, usable_blocks, word
+from kvplane_tools.cli.output import (
+    age,
+    by_reason,
+    retained_line,
+    slack_line,
+    sources_line,
+    tier_word,
+    usable_blocks,
+    word,
+)
 from kvplane_tools.cli.views.fleet import STYLES
 from kvplane_tools.cli.views.panels import bar, hit_line, pool_table
 from kvplane_tools.cli.views.samples import Trend, pools_of
@@ -70,7 +79,12 @@ def _tiers(answer: DescribeReplicaResponse) -> Iterable[Text]:
     if answer.tiers:
         names = ("loads_failed", "failed", "discarded", "too_slow", "given_up")
         troubles = {name: answer.tier_counts[name] for name in names}
-        troubles["refused"] = sum(use.refused_blocks for worker in answer.workers for use in worker.tiers)
+        uses = [use for worker in answer.workers for use in worker.tiers]
+        troubles["refused"] = sum(use.refused_blocks for use in uses)
+        peers = [use for use in uses if tier_word(use.kind) == "peers"]
+        troubles["of_peers_written_again"] = sum(use.discarded_blocks for use in peers)
+        troubles["of_peers_gone"] = sum(use.failed_blocks for use in peers)
+        yield Text.assemble(("hits ", "bright_black"), sources_line(answer))
         yield Text.assemble(("tiers ", "bright_black"), by_reason(troubles))
 
 
