@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,17 +17,23 @@ from typing import Any
 
 from kvplane.base.sections import Peers
 from kvplane_service.replicas import peers as board
-from kvplane_worker.engine.config import BOS
+from kvplane_worker.engine.config import BOS, AttentionLayer, LayerConfig
 from kvplane_worker.engine.request import Request
 from kvplane_worker.tiers import Movers, PeerSlots
 from kvplane_worker.tiers.arena import PeerMemory
 from tests.engine.faults import Fault
-from tests.engine.stress import FULL, Report, compare
+from tests.engine.stress import DENSE, FULL, STATE, Report, compare
 from tests.peers.ledger import LEDGER, CheckedOps, CheckedPeers, Ledger, NotedSlots
-from tests.peers.memories import MEMORIES, READERS, Memory, ScattersFirst
+from tests.peers.memories import MEMORIES, READERS, Memory, ScattersFirst, Skips, SkipsSecond
 from tests.peers.site import CONFIG, NAMESPACE, Site, pool_of
 
 KINDS = (*MEMORIES, "confused", "killed", "restarted")
+# Groups other than full attention, whose bytes peers load too: for these kinds, as "KIND of GROUPS".
+GROUPS: dict[str, tuple[LayerConfig, ...]] = {
+    "windows": (AttentionLayer(kv_heads=2, block_size=16, window=40), FULL),
+    "states": (STATE, FULL),
+}
+KINDS_OF_GROUPS = ("sound", "wrong bytes", "another slot", "torn reads", "killed")
 # Slots of a host tier that forgets what peers are just reading, what they were sent of, or nothing.
 FEW_SLOTS, CHURN_SLOTS, MANY_SLOTS = 14, 30, 400
 MOST_OPEN = 3
@@ -43,6 +50,7 @@ class Outcome:
         loaded: of these, tokens that were loaded instead of computed.
         wrong: copies that were accepted, and are not what the index names.
         leaks: what is left.
+        of_groups: accepted copies by group.
     """
 
     kind: str
@@ -53,6 +61,7 @@ class Outcome:
     accepted: int = 0
     refused: int = 0
     torn: int = 0
+    of_groups: Counter[int] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     leaks: list[str] = field(default_factory=list)
 
@@ -107,11 +116,15 @@ class Run:
         self, kind: str, seed: int, reader: type[PeerSlots] = CheckedPeers, movers: type[Movers] = Movers
     ) -> None:
         vars(LEDGER).update(vars(Ledger()))
-        self.outcome, self._rng, self._kind = Outcome(kind), Random(seed), kind
+        self.outcome, self._rng = Outcome(kind), Random(seed)
+        self._kind, _, groups = kind.partition(" of ")
+        kind, layers = self._kind, GROUPS.get(groups, (FULL,))
         fault = Fault(kind, "", slots=NotedSlots, peers=reader, ops=CheckedOps, movers=movers)
         slots = {"sound": MANY_SLOTS, "late": FEW_SLOTS, "torn reads": FEW_SLOTS}.get(kind, CHURN_SLOTS)
         config = replace(CONFIG, load_deadline_s=0.1 if kind == "slow" else 30.0)
-        self.site = Site(3, pool_of(3, (FULL,), slots, num_blocks=30, max_model_len=200), config, fault, self._memory)
+        sizes = {"num_blocks": 30 * len(layers) ** 2, "max_model_len": 200}
+        pool = pool_of(3, layers, slots * len(layers), **sizes, **(DENSE if groups else {}))
+        self.site = Site(3, pool, config, fault, self._memory)
         self._open: dict[str, tuple[Request, int, int]] = {}
         self._seen: list[set[int]] = [set() for _ in self.site.worlds]  # prompts that each engine knows
         self._number, self._lives = 0, len(self.site.worlds)
@@ -144,8 +157,8 @@ class Run:
             self.outcome.leaks += leaks_of(world)
         self.site.close()
         found = self.outcome
-        found.wrong, found.accepted, found.refused, found.torn = (
-            LEDGER.wrong, LEDGER.accepted, LEDGER.refused, LEDGER.torn,
+        found.wrong, found.accepted, found.refused, found.torn, found.of_groups = (
+            LEDGER.wrong, LEDGER.accepted, LEDGER.refused, LEDGER.torn, LEDGER.of_groups
         )  # fmt: skip
         return found
 
@@ -239,9 +252,13 @@ def plants() -> dict[str, Callable[[int, int], Outcome]]:
     made["bytes are scattered before they are verified"] = lambda count, seed: run(
         "wrong bytes", count, seed, movers=ScattersFirst
     )
+    for number, movers in enumerate((Skips, SkipsSecond)):
+        for groups in GROUPS:
+            name = f"group {number} of {groups} and full attention is not loaded"
+            made[name] = lambda count, seed, of=(f"sound of {groups}", movers): run(of[0], count, seed, movers=of[1])  # type: ignore[misc]
     return made
 
 
 def kinds() -> Sequence[str]:
     """All kinds of runs."""
-    return KINDS
+    return (*KINDS, *(f"{kind} of {groups}" for groups in GROUPS for kind in KINDS_OF_GROUPS))

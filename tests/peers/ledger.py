@@ -6,6 +6,7 @@ written, and looks at what a reader accepts and at what movers scatter into page
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -30,6 +31,7 @@ class Ledger:
     accepted: copies that readers accepted.
     refused: pieces that they refused.
     torn: reads of which the owner changed a part.
+    of_groups: accepted copies by group.
     """
 
     written: dict[tuple[bytes, int, int], tuple[bytes, int]] = field(default_factory=dict)
@@ -38,6 +40,7 @@ class Ledger:
     accepted: int = 0
     refused: int = 0
     torn: int = 0
+    of_groups: Counter[int] = field(default_factory=Counter)
     lock: Lock = field(default_factory=Lock)
 
 
@@ -79,6 +82,7 @@ class CheckedPeers(PeerSlots):
     def _look_up(self, content: Content, row: Tensor) -> None:
         peer = next((one for one in self.peers if 0 <= content.slot - one.first < one.memory.num_slots), None)
         LEDGER.accepted += 1
+        LEDGER.of_groups[content.group] += 1
         if peer is None:
             return  # it was replaced while it was read
         found = LEDGER.written.get((peer.incarnation, content.slot - peer.first, content.version))

@@ -27,7 +27,7 @@ class Memory:
 
     def read(self, slot: int, header: memoryview, payload: memoryview) -> bool:
         is_there = self.sound.read(slot, header, payload)
-        if is_there and self.rng.random() < self.share:
+        if is_there and len(payload) and self.rng.random() < self.share:
             return self.changed(slot, header, payload)
         return is_there
 
@@ -198,6 +198,21 @@ class ScattersFirst(Movers):
                 tier._copy(row.slot, memoryview(bytearray(HEADER_BYTES)), unverified[0].numpy().data)
                 self._ops.scatter(pages, (row.block,), unverified)
         return super()._load(piece)
+
+
+class Skips(Movers):
+    """Says that blocks of one group are loaded from peers, and writes no page."""
+
+    group = 0
+
+    def _load(self, piece: list[JobRow]) -> bool:
+        if piece[0].group == self.group and isinstance(self.tiers[piece[0].tier], PeerSlots):
+            return True
+        return super()._load(piece)
+
+
+class SkipsSecond(Skips):
+    group = 1
 
 
 READERS: dict[str, tuple[type[PeerSlots], str]] = {

@@ -11,6 +11,7 @@ import torch
 from tests.peers.campaign import kinds, plants, run
 
 REQUESTS, SEED, SEEDS = 24, 1, 6
+REFUSED = ("wrong bytes", "another namespace", "another memory", "another slot", "gone", "confused")
 
 
 @pytest.fixture(autouse=True)
@@ -30,8 +31,11 @@ def test_no_token_differs_and_nothing_is_left(kind: str):
     assert outcome.loads > 0
     if kind == "sound":
         assert outcome.loaded >= 0.95 * outcome.only_peers > 0
-    if kind in ("wrong bytes", "another namespace", "another memory", "another slot", "gone", "confused"):
+    if kind.partition(" of ")[0] in REFUSED:
         assert outcome.refused > 0
+    elif " of " in kind:
+        assert outcome.of_groups[0] > 0
+        assert outcome.of_groups[1] > 0
 
 
 @pytest.mark.parametrize("name", plants())
