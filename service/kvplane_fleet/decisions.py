@@ -30,7 +30,7 @@ from kvplane.base.errors import InvalidArgument, LimitExceeded, NotFound
 from kvplane_fleet.costs import EngineCosts, Prior
 from kvplane_fleet.domains import Domain
 from kvplane_fleet.fleet import Fleet, Followed, PlaceClaim, Prompt
-from kvplane_fleet.held import NOTHING, Share
+from kvplane_fleet.held import NOTHING, STRIDE, Share
 from kvplane_fleet.policies import Chooser, Cost, Option, Policy
 from kvplane_fleet.returns import sample
 from kvplane_fleet.settings import RouterSettings
@@ -184,16 +184,17 @@ class Decisions:
             max(max(one.reachable, one.single_group) for one in claims.values()),
             now_s,
         )
-        options = [self._option(claims[name], ask, around, keys) for name in allowed]
+        begun = {domain: each[STRIDE - 1 :: STRIDE] for domain, each in keys.items()}
+        options = [self._option(claims[name], ask, around, begun) for name in allowed]
         policy = ask.policy or self.settings.policy
         # Places that cannot be reached come last, whatever they claim.
         ordered = self._chooser.order(policy, options, _start_of(ask.prompt, keys))
         ordered.sort(key=lambda one: not self._fleet.followed[one.place].source.is_connected)
         places = [Scored(claims[one.place], one) for one in ordered]
-        name = self._book(ask, keys, places, now_s) if ask.book else ""
+        name = self._book(ask, keys, places, now_s, begun) if ask.book else ""
         return Decision(name, policy, places)
 
-    def _option(self, claim: PlaceClaim, ask: Ask, around: Around, keys: Keys) -> Option:
+    def _option(self, claim: PlaceClaim, ask: Ask, around: Around, begun: Keys) -> Option:
         work, place = self.work_of(claim.place), self._fleet.followed[claim.place].place
         num_tokens = ask.prompt.num_tokens
         share = min(claim.reachable / num_tokens, 1.0)
@@ -212,7 +213,7 @@ class Decisions:
             decode_s=work.costs.row_s() * work.in_flight * output / 2,
             later_s=-probable * (1 + delay) * work.costs.prefill_s(later, around.longest) if later else 0.0,
             load_s=work.trust * self._load_s(claim),
-            memory_s=work.memory_s(self._share(claim, ask, keys), place.capacity),
+            memory_s=work.memory_s(self._share(claim, ask, begun), place.capacity),
         )
         used = work.used_share(place.capacity)
         if used is None:
@@ -220,14 +221,14 @@ class Decisions:
         weighted = min((claim.expected + TIER_WEIGHT * (claim.host + claim.disk)) / num_tokens, 1.0)
         return Option(claim.place, weighted, work.waiting(around.now_s), work.in_flight, min(used, 1.0), cost)
 
-    def _share(self, claim: PlaceClaim, ask: Ask, keys: Keys) -> Share:
-        """Return the memory that a prompt takes at a place."""
+    def _share(self, claim: PlaceClaim, ask: Ask, begun: Keys) -> Share:
+        """Return the memory that a prompt takes at a place. `begun`: one in STRIDE of its keys, by domain."""
         if claim.claim is None:
             return NOTHING
         place, tokens = self._fleet.followed[claim.place].place, ask.prompt.num_tokens
         rule, output = place.layout().rule, ask.output_tokens or _UNKNOWN_OUTPUT
         blocks = rule.num_held(tokens)
-        return Share.of(keys.get(place.domain_of(ask.model), ()), blocks, rule.num_held(tokens + output) - blocks)
+        return Share(begun.get(place.domain_of(ask.model), ()), blocks, rule.num_held(tokens + output) - blocks)
 
     def _load_s(self, claim: PlaceClaim) -> float:
         settings = self.settings
@@ -245,7 +246,7 @@ class Decisions:
 
     # -- bookings ----------------------------------------------------------------------------------------------------
 
-    def _book(self, ask: Ask, keys: Keys, places: Sequence[Scored], now_s: float) -> str:
+    def _book(self, ask: Ask, keys: Keys, places: Sequence[Scored], now_s: float, begun: Keys) -> str:
         chosen, name = places[0], secrets.token_hex(8)
         known = max(max(one.claim.reachable, one.claim.single_group) for one in places)
         self._shared += SHARED_MEMORY * (known / ask.prompt.num_tokens - self._shared)
@@ -261,7 +262,7 @@ class Decisions:
         self._bookings[name] = booking
         self._of_owner[ask.owner] += 1
         self.booked(booking.place, ask)
-        self.work_of(booking.place).book(booking, self._share(chosen.claim, ask, keys))
+        self.work_of(booking.place).book(booking, self._share(chosen.claim, ask, begun))
         of_place = keys.get(place.domain_of(ask.model)) if chosen.claim.claim is not None else None
         if of_place is not None:
             sampled = sample(of_place)

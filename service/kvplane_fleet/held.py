@@ -26,11 +26,6 @@ class Share:
     blocks: int
     further: int
 
-    @classmethod
-    def of(cls, keys: Sequence[int], blocks: int, further: int) -> Share:
-        """Return the share of a prompt with all these keys."""
-        return cls(keys[STRIDE - 1 :: STRIDE], blocks, further)
-
     @property
     def of_each(self) -> float:
         """Blocks for which each key stands."""
