@@ -202,6 +202,7 @@ class Decisions:
         miss_s = work.costs.prefill_s(num_tokens - cached, cached)
         output = ask.output_tokens or _UNKNOWN_OUTPUT
         evicted = self._evicted(claim, num_tokens)
+        lacking = work.lacking(self._share(claim, ask, begun), place.capacity)
         delay = DELAY_WEIGHT * min(max(around.in_flight, 1.0), work.in_flight + 1)
         unknown_s = work.costs.prefill_s(max(num_tokens - around.known, 1), around.known)
         later, probable = max(claim.single_group - around.longest, 0), work.trust * self._shared
@@ -213,13 +214,11 @@ class Decisions:
             decode_s=work.costs.row_s() * work.in_flight * output / 2,
             later_s=-probable * (1 + delay) * work.costs.prefill_s(later, around.longest) if later else 0.0,
             load_s=work.trust * self._load_s(claim),
-            memory_s=work.memory_s(self._share(claim, ask, begun), place.capacity),
+            memory_s=work.memory_s(lacking, place.capacity),
         )
-        used = work.used_share(place.capacity)
-        if used is None:
-            used = place.device_entries / place.capacity if place.capacity else 0.0
+        lacked = min(lacking / place.capacity, 1.0) if lacking else 0.0
         weighted = min((claim.expected + TIER_WEIGHT * (claim.host + claim.disk)) / num_tokens, 1.0)
-        return Option(claim.place, weighted, work.waiting(around.now_s), work.in_flight, min(used, 1.0), cost)
+        return Option(claim.place, weighted, work.waiting(around.now_s), work.in_flight, lacked, cost)
 
     def _share(self, claim: PlaceClaim, ask: Ask, begun: Keys) -> Share:
         """Return the memory that a prompt takes at a place. `begun`: one in STRIDE of its keys, by domain."""

@@ -53,7 +53,7 @@ class Option:
         cached_share: part of the prompt that it is expected to hit; what it has in another tier counts less.
         waiting: prompts there without their first token.
         in_flight: prompts there that have not ended.
-        used_share: part of its memory that prompts in flight hold; that has content, where their ends are not reported.
+        lacked_share: blocks that it has to wait for, of those of the place.
         cost: predicted costs.
     """
 
@@ -61,7 +61,7 @@ class Option:
     cached_share: float
     waiting: int
     in_flight: int
-    used_share: float
+    lacked_share: float
     cost: Cost
 
 
@@ -99,7 +99,7 @@ def _weights(options: Sequence[Option]) -> list[float]:
 
     def score(one: Option) -> float:
         queue = 1.0 if most == least else 1 - (one.waiting - least) / (most - least)
-        return 3 * one.cached_share + 2 * queue + 2 * (1 - one.used_share)
+        return 3 * one.cached_share + 2 * queue + 2 * (1 - one.lacked_share)
 
     return [-score(one) for one in options]
 

@@ -224,18 +224,19 @@ class Work:
         """Return the seconds until all prompts that wait have their first token."""
         return self._queue.seconds(now_s, self._token_s)
 
-    def used_share(self, capacity: int) -> float | None:
-        """Return the part of `capacity` blocks that prompts in flight hold; None if their ends are not reported."""
-        return None if self._stay_s is None or not capacity else min(self.held.blocks / capacity, 1.0)
-
-    def memory_s(self, share: Share, capacity: int) -> float:
-        """Return the seconds until a prompt's blocks are free, of `capacity` blocks: as prompts end at a steady rate,
-        all blocks in use are freed in the mean time for which a prompt holds its own. 0 if ends are not reported.
+    def lacking(self, share: Share, capacity: int) -> float:
+        """Return how many blocks a prompt lacks, of `capacity` blocks, while those in flight hold theirs; 0 if ends are
+        not reported, or the capacity is not known.
         """
-        lacking = self.held.blocks + self.held.wanted(share) - capacity
-        if self._stay_s is None or not capacity or lacking <= 0 or not self.in_flight:
+        if self._stay_s is None or not capacity or not self.in_flight:
             return 0.0
-        return self._stay_s * lacking / max(min(self.held.blocks, capacity), 1)
+        return max(self.held.blocks + self.held.wanted(share) - capacity, 0.0)
+
+    def memory_s(self, lacking: float, capacity: int) -> float:
+        """Return the seconds until these blocks are free: as prompts end at a steady rate, all blocks in use are freed
+        in the mean time for which a prompt holds its own.
+        """
+        return (self._stay_s or 0.0) * lacking / max(min(self.held.blocks, capacity), 1)
 
     def book(self, one: Booking, share: Share = NOTHING) -> None:
         """Add a prompt."""

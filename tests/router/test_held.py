@@ -81,7 +81,7 @@ def test_a_prompt_does_not_wait_for_memory_where_another_place_is_free(policy):
     assert chosen(scene.score(prompt, policy=policy)) == "a", "no end was reported of any prompt"
     scene.clock.now_s += 20
     scene.decisions.ended(names.pop(), Event(scene.clock()))
-    scene.book(tokens(9, 130), candidates=frozenset("a"))
+    names += [scene.book(tokens(seed, 130), candidates=frozenset("a"))[1] for seed in range(9, 13)]
     decision = scene.score(prompt, policy=policy)
     costs = {one.claim.place: one.option.cost for one in decision.places}
     assert costs["a"].memory_s > 1
