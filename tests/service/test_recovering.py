@@ -80,7 +80,7 @@ def test_an_unreadable_log_delays_neither_readiness_nor_the_records_of_others(tm
 
 
 def test_a_bug_in_a_read_ends_the_service(tmp_path, monkeypatch):
-    config = Config(listen="127.0.0.1:0", store=f"sqlite:{tmp_path / 'entries.db'}")
+    config = Config(listen="127.0.0.1:0", store=f"sqlite:{tmp_path / 'entries.db'}", store_timeout_ms=30_000)
     with running(config) as service:
         service.register("a")
     monkeypatch.setattr(Offloaded, "load", lambda self, log: [][0])

@@ -160,6 +160,9 @@ class SimSlots:
             return None
         return SlotRows(self.slots, [content.slot for content in contents])
 
+    def note_unread(self, contents: Sequence[Content]) -> None:
+        self.counts.refused += len(contents)
+
     def held(self, slot: int) -> tuple[int, int]:
         held = self.slots.get(slot)
         return (held[0].group, 1) if held else (0, 1)
