@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 STRIDE = 8  # one key in this number stands for the others: prompts share what they begin with
-MAX_KEYS = 1 << 17  # of a place; a prompt beyond them shares nothing
+MAX_KEYS = 1 << 17  # of all prompts of a place; a prompt beyond them shares nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,7 @@ class Held:
         self.blocks = 0.0
         self._keys: dict[int, tuple[int, float]] = {}  # prompts that have it, and the blocks for which it stands
         self._prompts: dict[str, Share] = {}
+        self._num_keys = 0  # of all prompts: those that share keys keep them too
 
     def wanted(self, share: Share) -> float:
         """Return the further blocks that a prompt takes. As prompts share what they begin with, its
@@ -59,8 +60,9 @@ class Held:
 
     def add(self, name: str, share: Share) -> None:
         """A prompt was sent to the place."""
-        if len(self._keys) + len(share.keys) > MAX_KEYS:
+        if self._num_keys + len(share.keys) > MAX_KEYS:
             share = Share((), share.blocks, share.further)
+        self._num_keys += len(share.keys)
         self._prompts[name] = share
         self.blocks += share.further + (0 if share.keys else share.blocks)
         for key in share.keys:
@@ -71,6 +73,7 @@ class Held:
     def remove(self, name: str) -> None:
         """A prompt has ended."""
         share = self._prompts.pop(name, NOTHING)
+        self._num_keys -= len(share.keys)
         self.blocks -= share.further + (0 if share.keys else share.blocks)
         for key in share.keys:
             users, stands_for = self._keys.pop(key)

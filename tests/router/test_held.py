@@ -51,15 +51,21 @@ def test_a_prompt_shorter_than_the_stride_is_counted_alone():
     assert one.blocks == 4
 
 
-def test_the_keys_that_are_remembered_are_bounded(monkeypatch):
-    monkeypatch.setattr(held, "MAX_KEYS", 10)
-    one, keys = Held(), list(range(STRIDE * 10))
-    one.add("a", share_of(keys))
-    one.add("b", share_of(keys))
-    assert one.blocks == 2 * len(keys), "the second one shares nothing"
-    for name in "ab":
-        one.remove(name)
+@pytest.mark.parametrize("is_same", [True, False], ids=["the same keys", "other keys"])
+def test_the_keys_that_are_remembered_are_bounded(monkeypatch, is_same):
+    """A caller may book one long prompt again and again: each booking keeps its keys."""
+    monkeypatch.setattr(held, "MAX_KEYS", 25)
+    one, blocks = Held(), STRIDE * 10
+    for number in range(6):
+        one.add(str(number), share_of(range(blocks) if is_same else range(number * blocks, (number + 1) * blocks)))
+    kept = sum(len(share.keys) for share in one._prompts.values())
+    assert kept == 20, "two prompts of six"
+    assert one.blocks == (5 if is_same else 6) * blocks, "the others share nothing"
+    for number in range(6):
+        one.remove(str(number))
     assert one.blocks == 0
+    one.add("again", share_of(range(blocks)))
+    assert one.wanted(share_of(range(blocks))) == 0, "there is room again"
 
 
 def busy(groups=GROUPS, **settings):
