@@ -53,7 +53,7 @@ def test_a_prompt_shorter_than_the_stride_is_counted_alone():
 
 @pytest.mark.parametrize("is_same", [True, False], ids=["the same keys", "other keys"])
 def test_the_keys_that_are_remembered_are_bounded(monkeypatch, is_same):
-    """A caller may book one long prompt again and again: each booking keeps its keys."""
+    """A caller may book one long prompt repeatedly: each booking keeps its keys."""
     monkeypatch.setattr(held, "MAX_KEYS", 25)
     one, blocks = Held(), STRIDE * 10
     for number in range(6):
