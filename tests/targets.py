@@ -15,12 +15,14 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PASSED = Path(__file__).with_name("passed.json")
+FINDS = Path(__file__).parent / "core/native_finds.json"
 
 
 @dataclass(frozen=True)
@@ -97,10 +99,51 @@ NIGHTLY = {
     "tests/cli/test_replay_command.py::test_replay_with_tiers_says_what_each_one_hit": "three replays",
     "tests/cli/test_replay_command.py::test_replay_takes_a_match_unit": "two replays",
     "tests/cli/test_demo_command.py::test_the_demo_exits_on_a_terminal_where_it_is_asked_to": "one more demo",
-    "tests/cli/test_hung.py::test_hung_store_twins_are_caught": "faults that other tests must find",
     "tests/conformance/test_steps.py::test_further_step_traces_replay_equal_with_one_row_per_part": "more traces",
     "tests/conformance/test_steps_session.py::test_steps_command_prints_a_line_per_path": "a command around others",
     "tests/engine/test_demo.py::test_demo_gets_hits_equal_tokens_and_says_what_the_cache_saved": "`make demo-engine`",
+    "tests/bench/test_first_tokens.py": "a benchmark, from each source",
+    "tests/cli/test_demo_command.py::test_on_a_terminal_the_demo_serves_until_ctrl_c_after_its_tables": "one more demo",
+    "tests/cli/test_hung.py": "stores of real processes hang",
+    "tests/cli/test_top.py::test_top_sorts_filters_and_shows_one_of_500_replicas": "500 replicas",
+    "tests/conformance/test_replay_unary.py::test_replay_command_prints_a_line_per_file_after_a_difference": "a command",
+    "tests/core/test_native.py::test_both_cores_forget_the_same_keys_of_hazard": "more keys than are remembered",
+    "tests/core/test_native.py::test_domains_of_many_tenants": "1,300 tenants",
+    "tests/core/test_native.py::test_keys_that_are_remembered_no_more": "more keys than are remembered",
+    "tests/core/test_native_index.py": "compiles the index with other widths",
+    "tests/core/test_permissions.py::test_random_steps_reach_most_permissions": "coverage of a campaign",
+    "tests/fuzz/test_steps.py::test_seeds_are_equal_on_both_cores_and_reach_every_operation": "seeds of the fuzzer",
+    "tests/service/test_input_costs.py::test_every_way_in_has_a_bound": "measures each way in",
+    "tests/service/test_input_costs.py::test_no_message_costs_more_than_its_way_in_may": "measures them",
+    "tests/service/test_status_page.py::test_page_shows_five_hundred_replicas": "500 replicas",
+    "tests/sim/test_hanging.py::test_calls_of_the_store_are_refused_and_one_log_is_unreadable": "two further seeds",
+    "tests/sim/test_hanging.py::test_twin_that_hangs_is_caught": "faults that the simulation must find",
+    "tests/sim/test_mirrors.py::test_mirrored_engines_break_no_rule": "five seeds",
+    "tests/sim/test_tiers.py::test_equal_seeds_with_tiers_give_equal_runs": "one more run, twice",
+    "tests/store/test_away.py::test_an_hour_without_redis_loses_no_change": "an hour of changes",
+    "tests/worker/test_kills.py": "kills of real processes",
+}
+
+# Functions of many cases: `make test` runs one case of this number, and each one that is recorded to find a planted
+# fault; `make test-nightly` runs the others.
+SAMPLED = {
+    "tests/conformance/test_replay_unary.py::test_operation_trace_replays_equal_by_unary_calls": 3,
+    "tests/conformance/test_steps.py::test_step_trace_replays_equal_with_one_row_per_part": 3,
+    "tests/conformance/test_steps_session.py::test_step_trace_replays_equal_in_a_session": 3,
+    "tests/core/test_busy_blocks.py::test_late_writes_of_loads_change_no_page_with_a_key": 4,
+    "tests/core/test_hazard.py::test_it_learns_what_hints_of_the_engine_are_worth": 3,
+    "tests/core/test_image.py::test_a_resumed_replica_decides_as_the_original": 4,
+    "tests/core/test_open_step.py::test_an_open_step_equals_the_recorded_step_applied_whole": 3,
+    "tests/core/test_page_contents.py::test_a_page_holds_what_its_key_says": 4,
+    "tests/core/test_step_law.py::test_a_whole_step_equals_the_same_step_with_one_row_per_part": 4,
+    "tests/core/test_tier_contents.py::test_a_loaded_page_holds_what_its_key_says": 4,
+    "tests/engine/test_canary.py::test_one_damaged_slot_of_any_layer_is_found_before_a_launch_reads_it": 3,
+    "tests/plan/test_planner_costs.py::test_a_plan_of_the_most_layers_has_a_bounded_cost": 3,
+    "tests/router/test_replicas.py::test_claims_equal_find_cache_hit": 2,
+    "tests/service/test_explain_random.py::test_every_explanation_is_that_of_the_model": 3,
+    "tests/service/test_mirror_random.py::test_a_mirror_is_right_or_hidden": 3,
+    "tests/store/test_store_fuzz.py::test_a_damaged_file_ends_no_service": 2,
+    "tests/store/test_store_fuzz.py::test_a_forged_row_ends_no_service": 3,
 }
 
 # Files that take longest, longest first. A parallel run begins with them: one that began last would run alone.
@@ -128,6 +171,20 @@ def place_of(path: str) -> int:
 def is_in(path: str, names: Iterable[str], function: str = "") -> bool:
     """Whether a test's file, relative to the root, or its function, is one of these or in one of these folders."""
     return any(name in (path, f"{path}::{function}") or path.startswith(f"{name}/") for name in names)
+
+
+class Sample:
+    """Chooses which cases of the functions in `SAMPLED` run in `make test`, in the order of collection."""
+
+    def __init__(self) -> None:
+        self._seen = Counter[str]()
+        self._finds = frozenset(json.loads(FINDS.read_text()).values())
+
+    def leaves_out(self, case: str) -> bool:
+        """Whether the case, a pytest node, runs at night only."""
+        function, _, _ = case.partition("[")
+        self._seen[function] += 1
+        return (self._seen[function] - 1) % SAMPLED.get(function, 1) != 0 and case not in self._finds
 
 
 def recorded() -> dict[str, str]:

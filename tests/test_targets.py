@@ -10,12 +10,21 @@ import pytest
 from tests import targets
 
 
-@pytest.mark.parametrize("name", targets.NIGHTLY)
+@pytest.mark.parametrize("name", [*targets.NIGHTLY, *targets.SAMPLED])
 def test_nightly_tests_exist(name):
     file, _, function = name.partition("::")
     path = targets.ROOT / file
     assert path.exists()
     assert not function or re.search(rf"^(async )?def {function}\(", path.read_text(), re.MULTILINE)
+
+
+def test_a_sample_has_one_case_of_a_number_and_each_recorded_find(tmp_path, monkeypatch):
+    (tmp_path / "finds.json").write_text(json.dumps({"a planted fault": "one.py::test[5]"}))
+    monkeypatch.setattr(targets, "FINDS", tmp_path / "finds.json")
+    monkeypatch.setattr(targets, "SAMPLED", {"one.py::test": 3})
+    sample = targets.Sample()
+    assert [case for case in range(8) if not sample.leaves_out(f"one.py::test[{case}]")] == [0, 3, 5, 6]
+    assert not any(sample.leaves_out(f"one.py::other[{case}]") for case in range(8))
 
 
 @pytest.mark.parametrize("name", targets.LONGEST)

