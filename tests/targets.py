@@ -106,7 +106,7 @@ NIGHTLY = {
     "tests/cli/test_demo_command.py::test_on_a_terminal_the_demo_serves_until_ctrl_c_after_its_tables": "one more demo",
     "tests/cli/test_hung.py": "stores of real processes hang",
     "tests/cli/test_top.py::test_top_sorts_filters_and_shows_one_of_500_replicas": "500 replicas",
-    "tests/conformance/test_replay_unary.py::test_replay_command_prints_a_line_per_file_after_a_difference": "a command",
+    "tests/conformance/test_replay_unary.py::test_replay_command_prints_a_line_per_file_after_a_difference": "the same",
     "tests/core/test_native.py::test_both_cores_forget_the_same_keys_of_hazard": "more keys than are remembered",
     "tests/core/test_native.py::test_domains_of_many_tenants": "1,300 tenants",
     "tests/core/test_native.py::test_keys_that_are_remembered_no_more": "more keys than are remembered",
