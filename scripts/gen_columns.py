@@ -30,8 +30,7 @@ FILES: dict[str, Callable[[Sequence[Message]], Iterator[str]]] = {
     "service/kvplane_core/cpp/ranges.h": cpp.ranges,
     "service/kvplane_core/cpp/orders.h": cpp.orders,
     "service/kvplane_core/cpp/sections.h": cpp.structs,
-    "service/kvplane_core/cpp/wire_results.h": cpp.wire,
-    "service/kvplane_core/cpp/pack_layouts.h": cpp.layouts,
+    "service/kvplane_core/cpp/wire_messages.h": cpp.wire,
 }
 
 

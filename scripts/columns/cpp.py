@@ -10,7 +10,7 @@ UNLIMITED = 0xFFFFFFFF
 # Sections to which `step.h` adds functions: it derives the type of this name from the generated one.
 EXTENDED = ("Facts", "Cache", "Retain", "PartResult")
 # What a result consists of; `step.h` has the orders and blocks.
-READ = (*SECTIONS, "Resume")  # steps with an image are packed by Python
+READ = (*SECTIONS, "Resume")
 RESULTS = ("Declined", "Prefetched", "Retained", "PartResult")
 # Lists of which the core needs to know only how many entries there are.
 COUNTED = {"extra_keys": "num_extra_keys", "traceparent": "num_traceparents"}
@@ -222,7 +222,7 @@ def _number(value: int) -> str:
 
 
 WIRE_TOP = """
-// Writes the message of an answer.
+// Writes the messages of steps and answers.
 #pragma once
 
 #include "wire.h"
@@ -231,9 +231,9 @@ namespace kvplane {"""
 
 
 def wire(messages: Sequence[Message]) -> Iterator[str]:
-    """Yield the lines of the header that writes the message of a step's result."""
+    """Yield the lines of the header that writes the messages of a step, without its tokens, and of its result."""
     yield from WIRE_TOP.splitlines()[1:]
-    for message in _named(messages, ("Blocks", "Orders", *RESULTS)):
+    for message in _named(messages, (*READ, "Part", "Blocks", "Orders", *RESULTS)):
         yield from ("", *_writer(message))
     yield from ("", "}  // namespace kvplane")
 
@@ -246,7 +246,7 @@ OF_TIERS = ("declined", "prefetched", "retained")
 
 
 def _writer(message: Message) -> Iterator[str]:
-    """Yield a function that writes a section of a result, the last field first."""
+    """Yield a function that writes a message, the last field first."""
     name, of = message.name.lower(), message.name
     head = f"inline void Write(const {of}& {name}, Backward* into"
     if of == "Blocks":
@@ -255,11 +255,29 @@ def _writer(message: Message) -> Iterator[str]:
         head += ", const TierAnswer* tiers"
     elif of == "PartResult":
         name = "part"
-        head = "inline void Write(const PartResult& part, Backward* into, bool with_events"
+        head = "inline void Write(const PartResult& part, Backward* into, WrittenEvents events"
     yield f"{head}) {{"
+    write = _given_writer if of in (*READ, "Part") else _field_writer
     for field in sorted(message.fields, key=lambda field: -field.number):
-        yield f"    {_field_writer(field, name, message)}"
+        if not (of in READ and field.kind == "column" and _is_tokens(field)):
+            yield f"    {write(field, name, message)}"
     yield "}"
+
+
+def _given_writer(field: Field, name: str, message: Message) -> str:
+    """Return what writes a field of a step: nothing for its default."""
+    of, number = f"{name}.{field.name}", field.number
+    if field.kind in ("texts", "messages"):
+        return f"WriteTexts({of}, into, {number});"
+    if field.kind == "hashes":
+        return f"if ({of}.size) into->Bytes({number}, {of}.data, {of}.size);"
+    if field.kind == "number":
+        return f"into->NumberUnless({_number(field.default or 0)}, {number}, {of});"
+    if field.kind == "choice":
+        return f"into->NumberUnless(k{field.choice.capitalize()} + 1, {number}, {of} + 1);"
+    if field.kind == "message" and field.of == "Resume":
+        return f"if ({of}) WriteWhole(*{of}, into, {number});"
+    return _field_writer(field, name, message)
 
 
 def _field_writer(field: Field, name: str, message: Message) -> str:
@@ -272,73 +290,13 @@ def _field_writer(field: Field, name: str, message: Message) -> str:
     if field.kind == "digests":
         return f"WriteDigests({of}, into, {number});"
     if field.kind == "messages":
-        return f"if (with_events) WriteEvents({name}, into, {number});"
+        return f"WriteEvents({name}, events, into, {number});"
     if field.kind == "message" and field.name in OF_TIERS:
         return f"if ({name}.tiers != nullptr) WriteMessage({name}.tiers->{field.name}, into, {number});"
     if field.kind == "message":
         tiers = f", {name}.tiers.get()" if field.name == "orders" else ""
         return f"WriteMessage({of}, into, {number}{tiers});"
     return f"into->Number({number}, static_cast<uint64_t>({of}));"
-
-
-LAYOUTS_TOP = """
-// What packs the fields of parts and results, in the order of the numbers that `decisions/packing.py` gives them.
-#pragma once
-
-#include "pack.h"
-
-namespace kvplane {
-"""
-SCALARS = ("flag", "number", "choice")
-RAWS = ("hashes", "texts", "digests", "messages")
-
-
-def layouts(messages: Sequence[Message]) -> Iterator[str]:
-    """Yield the lines of the header with what packs the fields of parts and results: columns first."""
-    yield from (*LAYOUTS_TOP.splitlines()[1:], "")
-    sections = [(f"{message.name.lower()}.", message) for message in _named(messages, SECTIONS)]
-    scalars = [f"{path}{field.name}" for path, message in sections for field in message.of_kind(*SCALARS)]
-    fields = [line for kinds in (("column",), RAWS) for one in sections for line in _packed(*one, "Part", kinds)]
-    yield from _layout("Part", [*scalars, "with_hashes", "with_tables"], fields)
-    (resume, result) = _named(messages, ("Resume", "PartResult"))
-    yield from ("", *_layout("Resume", [], list(_packed("", resume, "Resume", ("column",)))), "")
-    found = {message.name: message for message in messages}
-    fields = []
-    for field in result.of_kind("column", "message"):
-        is_inner = field.kind == "message"
-        fields += _packed_inner(field.name, found[field.of]) if is_inner else [f"PACK_FIELD(PartResult, {field.name})"]
-    raws = (*[field.name for field in result.of_kind("digests")], "hashed_facts", "hashed_news")
-    fields += [f"PACK_FIELD(PartResult, {name})" for name in raws]
-    scalars = [field.name for field in result.of_kind(*SCALARS)]
-    yield from _layout("PartResult", [*scalars, "taken_back", "went_back"], fields)
-    yield from ("", "}  // namespace kvplane")
-
-
-def _layout(of: str, scalars: list[str], fields: list[str]) -> Iterator[str]:
-    yield f"inline constexpr std::array<Scalar<{of}>, {len(scalars)}> k{of}Scalars = {{{{"
-    yield from (f"    PACK_SCALAR({of}, {path})," for path in scalars)
-    yield "}};"
-    yield f"inline constexpr std::array<PackedField<{of}>, {len(fields)}> k{of}Fields = {{{{"
-    yield from (f"    {line}," for line in fields)
-    yield "}};"
-
-
-def _packed(path: str, message: Message, of: str, kinds: tuple[str, ...]) -> Iterator[str]:
-    for field in message.of_kind(*kinds):
-        if not _is_tokens(field):
-            pack = "PACK_BITS" if field.option.type == BITS else "PACK_FIELD"
-            yield f"{pack}({of}, {path}{field.name})"
-
-
-def _packed_inner(name: str, message: Message) -> Iterator[str]:
-    at = dict.fromkeys(message.tables, 0)  # number of the next column of each table
-    for field in message.columns:
-        table = field.option.table
-        if table in JOBS:
-            yield f"PACK_JOBS({table}, {at[table]})"
-        else:
-            yield f"PACK_{'TIERS(' if name in OF_TIERS else 'FIELD(PartResult, '}{name}.{field.name})"
-        at[table] += 1
 
 
 MESSAGES_TOP = """

@@ -28,7 +28,7 @@ from kvplane.base.step import Admit, News, Orders, Part, PartResult, Step, StepR
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane_core.face.native import NativeReplica
 from kvplane_core.spec.replica import Replica
-from kvplane_service.decisions.packing import pack_decision, unpack_decision
+from kvplane_service.decisions.packing import HEAD, pack_decision, unpack_decision
 from tests.service.test_packing import finish
 
 assert AdmitRow(3).probe == 7
@@ -50,7 +50,7 @@ for core in cores:
     step.parts[0].admit.probe = [9]
 compiled, specified = [core.apply(step) for core in cores]
 assert compiled == specified
-packed = cores[0].pack_applied(step, 1, 2)
+packed = cores[0].pack_applied(step, HEAD.pack(2, 1))
 assert packed == finish(pack_decision(step, compiled, (compiled.parts[0].events,), 1, 2)), "the cores pack it alike"
 assert unpack_decision(packed).step.parts[0].admit.probe == [9]
 answer = StepResult(1, 0, [PartResult(probe=[4], orders=Orders(probe_block=[5]))])

@@ -21,7 +21,7 @@ from kvplane.wire.parsing import parse
 from kvplane_core.face.interface import HAS_KEYS, ReadStep
 from kvplane_core.spec.replica import Replica
 from kvplane_service.decisions.log import without_tokens
-from kvplane_service.decisions.packing import pack_decision
+from kvplane_service.decisions.packing import HEAD, pack_decision
 from kvplane_service.decisions.sent import Record, SentResult, SentStep, answered, kinds_of
 from kvplane_service.replicas.step_order import check_sections, size_of
 from tests.core import page_engine, test_tier_contents
@@ -75,7 +75,7 @@ class ByMessages(NativeReplica):
 
     def _recorded(self, sent: SentStep, decoded: Step, result: StepResult) -> StepResult:
         assert isinstance(result, SentResult)
-        packed = self.pack_applied(sent, AT_NS, TOOK_NS)
+        packed = self.pack_applied(sent, HEAD.pack(TOOK_NS, AT_NS))
         assert packed is not None
         record = Record(packed, result.events, result.tier_events)
         result.recorded(record)
@@ -102,7 +102,7 @@ class OfObjects(NativeReplica):
     def _apply(self, step: Step, alone: bool) -> StepResult:
         result = super()._apply(step, alone)
         assert isinstance(result, StepResult)
-        packed = self.pack_applied(step, AT_NS, TOOK_NS)
+        packed = self.pack_applied(step, HEAD.pack(TOOK_NS, AT_NS))
         assert packed in (None, packed_by_python(step, result))
         type(self).sent += packed is not None
         return result
@@ -321,4 +321,4 @@ def test_python_packs_a_decision_about_objects_that_the_core_does_not_read(more)
     made, step = NativeReplica(spec_of()), Step(1, 1, [Part(news=News([0], [2], **more))])
     made.begin_epoch(1)
     made.apply(step)
-    assert made.pack_applied(step, AT_NS, TOOK_NS) is None
+    assert made.pack_applied(step, HEAD.pack(TOOK_NS, AT_NS)) is None

@@ -18,8 +18,10 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON
 
 from kvplane import AdmitRow, FactRow, NewsRow, RunRow, connect, part_of
 from kvplane.base.errors import InvalidArgument
+from kvplane.base.prefetch import Prefetch
 from kvplane.base.requests import Allocate, Content
-from kvplane.base.step import Part
+from kvplane.base.retain import Retain
+from kvplane.base.step import Part, PartResult, Step, StepResult
 from kvplane.base.trace import TraceContext, is_sampled, parse_traceparent
 from kvplane.sansio.tracing import current_traceparent
 from kvplane_service.config import Config
@@ -272,6 +274,14 @@ def test_span_operations_unpack_to_the_decision():
         assert [part.run for part in step.parts] == [part.run for part in decision.step.parts]
         assert [part.news.slot for part in step.parts] == [part.news.slot for part in decision.step.parts]
         assert not any(part.orders.stamp for part in result.parts)
+
+
+def test_span_operations_of_a_prefetch_and_a_retained_prefix_unpack():
+    part = Part(
+        prefetch=Prefetch([5], [1], bytes(32), ["d"], [9]), retain=Retain([1], bytes(32), ["d"], ["o"], [1], [9])
+    )
+    decision = Decision(Step(1, 1, [part]), StepResult(1, 0, [PartResult()]), ((),), 0, 0)
+    assert unpack(pack(decision))[0].parts == [part]
 
 
 def test_span_omits_operations_above_the_size_limit():

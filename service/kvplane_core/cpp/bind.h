@@ -8,7 +8,7 @@
 #include "held_blocks.h"
 #include "open_step.h"
 #include "read_step.h"
-#include "wire_results.h"
+#include "wire_messages.h"
 
 namespace kvplane {
 

@@ -213,22 +213,27 @@ inline bool IsCounted(const Part& part, const PartResult& result) {
            (result.tiers != nullptr && !result.tiers->retained.hit.empty());
 }
 
+// Writes the result of the last step, as a session's answer and a decision have it.
+inline void WriteResult(const Core& core, WrittenEvents events, Backward* into) {
+    const size_t end = into->size();
+    into->Number(4, static_cast<uint64_t>(core.replica.blocks.pool.executed_through));
+    for (size_t number = core.results.size(); number-- > 0;) {
+        const size_t behind = into->size();
+        Write(core.results[number], into, events);
+        into->EndMessage(3, behind);
+    }
+    into->Number(2, static_cast<uint64_t>(core.step.part));
+    into->Number(1, static_cast<uint64_t>(core.step.seq));
+    into->EndMessage(2, end);
+}
+
 // Writes the answer, and takes the events out of the results: (message, per part its events, per part those of tiers,
 // whether counters must read it, last published step).
 inline PyObject* AnswerToBytes(Core& core, bool with_events) {
     const Step& step = core.step;
-    const auto published = static_cast<uint64_t>(core.replica.blocks.pool.executed_through);
     Backward& into = core.answer;
     into.Clear();
-    into.Number(4, published);
-    for (size_t number = core.results.size(); number-- > 0;) {
-        const size_t end = into.size();
-        Write(core.results[number], &into, with_events);
-        into.EndMessage(3, end);
-    }
-    into.Number(2, static_cast<uint64_t>(step.part));
-    into.Number(1, static_cast<uint64_t>(step.seq));
-    into.EndMessage(2, 0);
+    WriteResult(core, with_events ? kOfAnswer : kNoEvents, &into);
     core.held.Release(step.executed_through);
     const auto num_parts = static_cast<Py_ssize_t>(core.results.size());
     const Owned events(PyTuple_New(num_parts)), of_tiers(PyTuple_New(num_parts));
@@ -241,7 +246,8 @@ inline PyObject* AnswerToBytes(Core& core, bool with_events) {
         PyTuple_SetItem(of_tiers.get(), number, TierEventsToPy(result));
     }
     return Tuple(ToBytes(into.data(), into.size()), Py_NewRef(events.get()), Py_NewRef(of_tiers.get()),
-                 PyBool_FromLong(is_counted), ToPy(published));
+                 PyBool_FromLong(is_counted),
+                 ToPy(core.replica.blocks.pool.executed_through));
 }
 
 }  // namespace kvplane

@@ -254,6 +254,10 @@ class Backward {
     void Number(uint32_t field, uint64_t value) {
         if (value != 0) Head(field, kVarint, value);
     }
+    // Also 0, where that is not the default.
+    void NumberUnless(Int otherwise, uint32_t field, Int value) {
+        if (value != otherwise) Head(field, kVarint, static_cast<uint64_t>(value));
+    }
     void Bytes(uint32_t field, const void* data, size_t size) {
         if (size) std::memcpy(More(size), data, size);
         Head(field, kLength, size);
@@ -311,6 +315,28 @@ void WriteMessage(const Section& section, Backward* into, uint32_t field, const 
     if (into->size() > end) into->EndMessage(field, end);
 }
 
+// Also one without any field.
+template <typename Section>
+void WriteWhole(const Section& section, Backward* into, uint32_t field) {
+    const size_t end = into->size();
+    Write(section, into);
+    into->EndMessage(field, end);
+}
+
+inline void WriteTexts(const std::vector<std::string>& texts, Backward* into, uint32_t field) {
+    for (size_t at = texts.size(); at-- > 0;) into->Bytes(field, texts[at].data(), texts[at].size());
+}
+
+// The digests of each row are one value.
+inline void WriteRows(const Hashed& hashed, Backward* into, uint32_t field) {
+    const uint8_t* end = hashed.hashes.data() + hashed.hashes.size();
+    for (size_t row = hashed.num_hashes.size(); row-- > 0;) {
+        const size_t size = static_cast<size_t>(hashed.num_hashes[row]) * hashed.digest_size;
+        end -= size;
+        into->Bytes(field, end, size);
+    }
+}
+
 inline void WriteDigests(const std::vector<Digest>& digests, Backward* into, uint32_t field) {
     for (size_t at = digests.size(); at-- > 0;) into->Bytes(field, digests[at].bytes.data(), digests[at].size);
 }
@@ -323,9 +349,12 @@ void WriteJobs(const TierAnswer* tiers, Backward* into, uint32_t field, size_t c
     into->Packed<Stored>(field, rows.size(), [&](size_t row) { return rows[row][column]; });
 }
 
-// Writes events as `CacheEvent` messages, the last one first. `medium`: of a tier, whose events have any number of
-// keys; 0 = the device, where each REMOVED event has one.
-inline void WriteEvents(const CacheEvents& events, Int medium, Backward* into, uint32_t field) {
+// Which events are written: all, as an answer has them, where each REMOVED event of the device has one key; or in runs
+// of keys, all or some.
+enum Share : Int { kAllEvents = 0, kStoredEvents = 1, kOtherEvents = 2, kEachKey = 3 };
+
+// Writes events as `CacheEvent` messages, the last one first. `medium`: of their tier; 0 = the device.
+inline void WriteEvents(const CacheEvents& events, Share share, Int medium, Backward* into, uint32_t field) {
     size_t hash = events.hashes.size(), block = events.blocks.size(), start = events.starts.size();
     for (size_t at = events.rows.size(); at-- > 0;) {
         const CacheEvents::Row& row = events.rows[at];
@@ -335,7 +364,7 @@ inline void WriteEvents(const CacheEvents& events, Int medium, Backward* into, u
         start -= has_starts ? row.count : 0;
         const size_t keys_at = hash;
         hash -= row.parent_size != 0;
-        const std::string domain = row.kind == kCleared ? std::string() : events.names[row.name];
+        if (share == (row.kind == kStored ? kOtherEvents : kStoredEvents)) continue;
         const auto write = [&](size_t first, size_t count) {
             const size_t end = into->size();
             into->Number(13, static_cast<uint64_t>(medium));
@@ -346,7 +375,8 @@ inline void WriteEvents(const CacheEvents& events, Int medium, Backward* into, u
             into->Number(8, static_cast<uint64_t>(row.slot));
             into->Number(7, static_cast<uint64_t>(row.block_size));
             if (row.parent_size) into->Bytes(6, events.hashes[hash].data(), row.parent_size);
-            if (!domain.empty()) into->Bytes(5, domain.data(), domain.size());
+            if (row.kind != kCleared && !events.names[row.name].empty())
+                into->Bytes(5, events.names[row.name].data(), events.names[row.name].size());
             into->Packed<uint32_t>(4, count, [&](size_t key) { return events.blocks[block + first + key]; });
             for (size_t key = count; key-- > 0;)
                 into->Bytes(3, events.hashes[keys_at + first + key].data(), row.hash_size);
@@ -354,7 +384,7 @@ inline void WriteEvents(const CacheEvents& events, Int medium, Backward* into, u
             into->Number(1, static_cast<uint64_t>(row.kind));
             into->EndMessage(field, end);
         };
-        if (row.kind != kRemoved || medium != 0) {
+        if (share != kEachKey || row.kind != kRemoved || medium != 0) {
             write(0, row.count);
         } else {
             for (size_t key = row.count; key-- > 0;) write(key, 1);
@@ -362,14 +392,19 @@ inline void WriteEvents(const CacheEvents& events, Int medium, Backward* into, u
     }
 }
 
-// Those of the device before those of the tiers.
-inline void WriteEvents(const PartResult& part, Backward* into, uint32_t field) {
+// The events with which a part is written: those of an answer, where the ones of the device are before those of the
+// tiers; or of a record, which has none of tiers.
+enum WrittenEvents { kNoEvents, kOfAnswer, kOfRecord };
+
+inline void WriteEvents(const PartResult& part, WrittenEvents events, Backward* into, uint32_t field) {
+    if (events == kOfRecord && part.answered != nullptr) WriteEvents(*part.answered, kAllEvents, 0, into, field);
+    if (events != kOfAnswer) return;
     if (part.tiers != nullptr) {
         const auto& of_tiers = part.tiers->events;
         for (auto one = of_tiers.rbegin(); one != of_tiers.rend(); ++one)
-            WriteEvents(one->second, one->first, into, field);
+            WriteEvents(one->second, kEachKey, one->first, into, field);
     }
-    WriteEvents(part.events, 0, into, field);
+    WriteEvents(part.events, kEachKey, 0, into, field);
 }
 
 }  // namespace kvplane

@@ -14,7 +14,7 @@ from typing import TypeAlias
 from kvplane.base.step import CacheEvent, Part, PartResult, Step, StepResult
 from kvplane.base.when_read import given_fields
 from kvplane_core.face.interface import BEGINS, RESUMES, SCHEDULES, Answer, ReadStep
-from kvplane_service.decisions.packing import Unpacked, unpack_decision
+from kvplane_service.decisions.packing import Unpacked, drop_events, unpack_decision
 
 OfParts: TypeAlias = tuple[Sequence[CacheEvent], ...]  # events of each part
 
@@ -121,14 +121,6 @@ class SentResult(StepResult):
     def recorded(self, record: Record) -> None:
         """The decision was packed."""
         self._record = record
-
-
-def drop_events(part: PartResult) -> PartResult:
-    """Take the events out of a part's result; returns it."""
-    given = vars(part)  # what is missing is empty
-    given.pop("events", None)
-    given.pop("tier_events", None)
-    return part
 
 
 def answered(step: Step, answer: StepResult | Answer) -> StepResult:

@@ -18,6 +18,7 @@ from kvplane.base.errors import InternalError, KvplaneError
 from kvplane.base.step import Part, Step, StepResult
 from kvplane_core.face.interface import ReadStep, ReplicaCore
 from kvplane_service.decisions.log import Decision, DecisionLog
+from kvplane_service.decisions.packing import HEAD
 from kvplane_service.decisions.sent import OfParts, Record, SentResult, SentStep, answered
 from kvplane_service.replicas.engine_lives import Clock, Opening
 from kvplane_service.replicas.events import EventLog, PublicationHold
@@ -51,7 +52,7 @@ class Applying:
         self._replica = replica
         # A compiled core reads messages, and packs its own decisions.
         self._reader: Callable[[bytes], ReadStep | None] | None = getattr(replica, "read_step", None)
-        self._pack: Callable[[Step, int, int], bytes | None] | None = getattr(replica, "pack_applied", None)
+        self._pack: Callable[[Step, bytes], bytes | None] | None = getattr(replica, "pack_applied", None)
         self._decisions = decisions
         self._events = events
         self._hold = hold
@@ -180,7 +181,7 @@ class Applying:
 
     def _publish(self, step: Step, result: StepResult, at_ns: int, check: Check | None) -> StepResult:
         took_ns = self._clock() - at_ns
-        packed = self._pack(step, at_ns, took_ns) if self._pack is not None else None
+        packed = self._pack(step, HEAD.pack(took_ns, at_ns)) if self._pack is not None else None
         events: OfParts
         of_tiers: OfParts
         if isinstance(step, SentStep) and isinstance(result, SentResult):

@@ -17,7 +17,8 @@ from kvplane.base.step import Cache, End, Facts, Part, Step, StepResult
 from kvplane.base.when_read import given_fields
 from kvplane_core.face.interface import RequestColumns
 from kvplane_service.config import Config
-from kvplane_service.decisions.sent import SentResult, SentStep, drop_events, result_with
+from kvplane_service.decisions.packing import drop_events
+from kvplane_service.decisions.sent import SentResult, SentStep, result_with
 
 # Columns with an entry for each row: the section of a part, and the column.
 _COUNTED = (

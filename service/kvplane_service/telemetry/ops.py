@@ -47,7 +47,7 @@ def unpack(text: str) -> tuple[Step, StepResult]:
         raise InvalidArgument(
             f"the text is not a packed step: {error}", remedy="pass the unchanged attribute kvcache.ops of a span"
         ) from None
-    return wire.decode_step(message.step, 0), wire.decode_result(message.result)
+    return wire.decode_step(message.step, None), wire.decode_result(message.result)
 
 
 def _asked(part: Part) -> Part:

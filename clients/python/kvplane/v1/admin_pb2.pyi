@@ -195,12 +195,26 @@ class SnapshotResponse(_message.Message):
     def __init__(self, digest: _Optional[str] = ..., free_blocks: _Optional[_Iterable[int]] = ..., distinct_keys: _Optional[int] = ..., keys: _Optional[_Iterable[_Union[CachedKey, _Mapping]]] = ..., requests: _Optional[_Iterable[_Union[RequestState, _Mapping]]] = ..., usage: _Optional[float] = ..., num_free_blocks: _Optional[int] = ...) -> None: ...
 
 class Decision(_message.Message):
-    __slots__ = ("step", "result")
+    __slots__ = ("step", "result", "logged")
     STEP_FIELD_NUMBER: _ClassVar[int]
     RESULT_FIELD_NUMBER: _ClassVar[int]
+    LOGGED_FIELD_NUMBER: _ClassVar[int]
     step: _step_pb2.Step
     result: _step_pb2.StepResult
-    def __init__(self, step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ..., result: _Optional[_Union[_step_pb2.StepResult, _Mapping]] = ...) -> None: ...
+    logged: _containers.RepeatedCompositeFieldContainer[LoggedPart]
+    def __init__(self, step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ..., result: _Optional[_Union[_step_pb2.StepResult, _Mapping]] = ..., logged: _Optional[_Iterable[_Union[LoggedPart, _Mapping]]] = ...) -> None: ...
+
+class LoggedPart(_message.Message):
+    __slots__ = ("hashed_facts", "hashed_news", "taken_back", "went_back")
+    HASHED_FACTS_FIELD_NUMBER: _ClassVar[int]
+    HASHED_NEWS_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_BACK_FIELD_NUMBER: _ClassVar[int]
+    WENT_BACK_FIELD_NUMBER: _ClassVar[int]
+    hashed_facts: _containers.RepeatedScalarFieldContainer[bytes]
+    hashed_news: _containers.RepeatedScalarFieldContainer[bytes]
+    taken_back: int
+    went_back: int
+    def __init__(self, hashed_facts: _Optional[_Iterable[bytes]] = ..., hashed_news: _Optional[_Iterable[bytes]] = ..., taken_back: _Optional[int] = ..., went_back: _Optional[int] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
     __slots__ = ("replica", "content", "request_id", "block")

@@ -12,6 +12,7 @@ from kvplane.wire.columns import U32, build, pack, unpack, wrong_total
 from kvplane.wire.sections import decode_section, encode_section
 from kvplane.wire.tables import BLOCKS, ORDERS, PART_RESULT
 
+_KINDS, _REASONS, _MEDIA = ({one.value: one for one in of} for of in (EventKind, RemoveReason, Medium))
 _BLOCK_FIELDS = [name for name, of in PART_RESULT.inner.items() if of is BLOCKS]
 
 
@@ -71,8 +72,8 @@ def encode_event(event: CacheEvent) -> pb.CacheEvent:
 def decode_event(message: pb.CacheEvent, where: str = "event") -> CacheEvent:
     """Return the cache event of a message. Raises InvalidArgument for an unknown kind, reason or tier."""
     try:
-        kind, reason, tier = EventKind(message.kind), RemoveReason(message.reason), Medium(message.tier)
-    except ValueError as error:
+        kind, reason, tier = _KINDS[message.kind], _REASONS[message.reason], _MEDIA[message.tier]
+    except KeyError as error:
         raise InvalidArgument(
             f"the event has an unknown kind, reason or tier: {error}",
             field=f"{where}.kind",

@@ -50,8 +50,9 @@ def encode_step(step: Step) -> pb.Step:
         raise cannot_build("step", error) from error
 
 
-def decode_step(message: pb.Step, digest_size: int) -> Step:
-    """Return the step of a message whose hashes have `digest_size` bytes each.
+def decode_step(message: pb.Step, digest_size: int | None) -> Step:
+    """Return the step of a message whose hashes have `digest_size` bytes each; None: of a message that is known to be
+    whole, but for what its writer left out.
 
     The function checks the form only: element sizes, one entry per row, valid enum values, and the totals of tokens and
     hashes. The service's core checks what the rows mean. Raises InvalidArgument; the error's field is, for instance,
@@ -89,12 +90,12 @@ def _encode_part(part: Part, where: str) -> dict[str, Any]:
     return fields
 
 
-def _decode_part(message: pb.Part, digest_size: int, where: str) -> Part:
+def _decode_part(message: pb.Part, digest_size: int | None, where: str) -> Part:
     fields: dict[str, Any] = {name: getattr(message, name) for name in _FLAGS}
     for name, of in _SECTIONS.items():
         if message.HasField(name):
             fields[name] = section = of.kind(**decode_section(getattr(message, name), of, f"{where}.{name}"))
-            if isinstance(section, (Facts, News, Peers, Prefetch, Retain)):
+            if digest_size is not None and isinstance(section, (Facts, News, Peers, Prefetch, Retain)):
                 _check_content(section, name, digest_size, f"{where}.{name}")
     return Part(**fields)
 

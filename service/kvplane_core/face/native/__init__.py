@@ -145,11 +145,11 @@ class NativeReplica:
         """Estimate what the look-up of a prompt of this length takes, in nanoseconds."""
         return UNIT_NS * _native.read(self.core, "look_up_effort", num_tokens)
 
-    def pack_applied(self, step: Step, at_ns: int, took_ns: int) -> bytes | None:
-        """Return the decision about the step that was applied last, as `decisions.packing` packs it; None for one of
-        objects with extra keys or traces of requests, which the core does not read.
+    def pack_applied(self, step: Step, head: bytes) -> bytes | None:
+        """Return the decision about the step that was applied last behind `head`, as `decisions.packing` packs it; None
+        for one of objects with extra keys or traces of requests, which the core does not read.
         """
-        return _native.pack_applied(self.core, step, at_ns, took_ns)
+        return _native.pack_applied(head, self.core, step)
 
     def open_step(self, executed_through: int, records: bool = False) -> NativeOpenStep:
         """Begin the next step, whose rows are applied one by one, see `OpenStep`; `records`: they are recorded."""
