@@ -334,14 +334,14 @@ def test_a_reader_sees_a_snapshot_of_the_log():
 
 
 def test_a_decision_reads_the_same_while_it_is_packed(monkeypatch):
-    monkeypatch.setattr(packing, "_FEW", 1)
+    monkeypatch.setattr(packing, "_PIECE", 1)
     world = HostWorld(spec=spec_of(num_blocks=99))
     world.host.steps._reader = world.host.steps._pack = None  # as on a Python core
     engine, log = world.open(), world.host.decisions
     engine.step(new(0, 1))
     while log.pack_oldest():
         pass
-    engine.step(new(*range(2, 8)))
+    engine.step(new(2, tokens=list(range(200))))
     (before,) = [one for one in log if isinstance(one, Decision) and one.step.seq == 2]
     pieces = 0
     while log.pack_oldest():
