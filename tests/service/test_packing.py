@@ -132,10 +132,10 @@ class Anything:
         return made | {name: inner.kind(**self.section(inner)) for name, inner in of.inner.items()}
 
     def part(self) -> Part:
-        made = {name: of.kind(**self.section(of)) for name, of in SECTIONS.items()}
+        made: dict[str, Any] = {name: of.kind(**self.section(of)) for name, of in SECTIONS.items()}
         if self._random.random() < 0.5:
             made["resume"] = None
-        flags = {name: self._random.random() < 0.5 for name in ("with_hashes", "with_tables")}
+        flags: dict[str, Any] = {name: self._random.random() < 0.5 for name in ("with_hashes", "with_tables")}
         assert made.keys() | flags.keys() == {one.name for one in fields(Part)}
         return Part(**made, **flags)
 

@@ -82,7 +82,7 @@ def _logged(given: dict[str, Any]) -> dict[str, Any]:
 def unpack_decision(raw: bytes, with_events: bool = True) -> Unpacked:
     """Return the decision that `pack_decision` packed; empty columns become empty lists."""
     took_ns, at_ns = HEAD.unpack_from(raw)
-    message = Decision.FromString(memoryview(raw)[HEAD.size :])
+    message = Decision.FromString(raw[HEAD.size :])
     of_parts = [
         CacheEvents(map(wire.decode_event, part.events if with_events else ())) for part in message.result.parts
     ]
@@ -102,7 +102,7 @@ def _plain(value: Any) -> Any:  # noqa: ANN401
 
 def events_of_packed(raw: bytes) -> list[CacheEvents]:
     """Return the cache events of the parts of a packed decision that have some, and decode nothing else."""
-    parts = Decision.FromString(memoryview(raw)[HEAD.size :]).result.parts
+    parts = Decision.FromString(raw[HEAD.size :]).result.parts
     return [CacheEvents(map(wire.decode_event, part.events)) for part in parts if part.events]
 
 
@@ -126,4 +126,4 @@ def _add_runs(to: Any, events: Sequence[CacheEvent]) -> Packing[None]:  # noqa: 
 
 def unpack_events(raw: bytes, start: int = 0) -> CacheEvents:
     """Return the events that `pack_events` packed; their bytes begin at offset `start` of `raw`."""
-    return CacheEvents(map(wire.decode_event, SubscribeResponse.FromString(memoryview(raw)[start:]).events))
+    return CacheEvents(map(wire.decode_event, SubscribeResponse.FromString(raw[start:]).events))

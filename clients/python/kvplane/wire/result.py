@@ -12,7 +12,9 @@ from kvplane.wire.columns import U32, build, pack, unpack, wrong_total
 from kvplane.wire.sections import decode_section, encode_section
 from kvplane.wire.tables import BLOCKS, ORDERS, PART_RESULT
 
-_KINDS, _REASONS, _MEDIA = ({one.value: one for one in of} for of in (EventKind, RemoveReason, Medium))
+_KINDS = {one.value: one for one in EventKind}
+_REASONS = {one.value: one for one in RemoveReason}
+_MEDIA = {one.value: one for one in Medium}
 _BLOCK_FIELDS = [name for name, of in PART_RESULT.inner.items() if of is BLOCKS]
 
 
