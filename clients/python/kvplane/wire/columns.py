@@ -95,7 +95,9 @@ def pack(values: Sequence[int], code: str, where: str, name: str) -> bytes:
 
 def unpack(raw: bytes, code: str, where: str, name: str) -> list[int]:
     """Return packed bytes as integers. Raises InvalidArgument if their length is not a multiple of the element size."""
-    return _unpack_to_array(raw, code, where, name).tolist()
+    if _SWAP or len(raw) % _SIZES[code]:
+        return _unpack_to_array(raw, code, where, name).tolist()
+    return array(code, raw).tolist()
 
 
 def _unpack_to_array(raw: bytes, code: str, where: str, name: str) -> PackedInts:
@@ -155,11 +157,11 @@ def unpack_section(message: object, columns: Columns, where: str, *, to_lists: b
             unpacked[name] = _unpack_to_array(raw, code, where, name)
             continue
         values: Sequence[int]
-        if not to_lists or _SWAP or len(raw) % _SIZES[code]:
+        if _SWAP or len(raw) % _SIZES[code]:
             values = _unpack_to_array(raw, code, where, name)
             values = values.tolist() if to_lists else values
         else:
-            values = array(code, raw).tolist()
+            values = array(code, raw).tolist() if to_lists else PackedInts(code, raw)
         unpacked[name] = values
         if by_row and len(values) != rows:
             if rows >= 0:

@@ -85,21 +85,17 @@ def decode_event(message: pb.CacheEvent, where: str = "event") -> CacheEvent:
         kind=kind,
         group=message.group,
         hashes=tuple(message.hashes),
-        blocks=_unpacked(message.blocks, where, "blocks"),
+        blocks=tuple(unpack(raw, U32, where, "blocks")) if (raw := message.blocks) else (),
         domain=message.domain,
         parent=message.parent,
         block_size=message.block_size,
         slot=message.slot,
         start=message.start,
         end=message.end,
-        block_starts=_unpacked(message.block_starts, where, "block_starts"),
+        block_starts=tuple(unpack(raw, U32, where, "block_starts")) if (raw := message.block_starts) else (),
         reason=reason,
         tier=tier,
     )
-
-
-def _unpacked(raw: bytes, where: str, name: str) -> tuple[int, ...]:
-    return tuple(unpack(raw, U32, where, name)) if raw else ()
 
 
 def _encode_part(part: PartResult, where: str) -> dict[str, Any]:
