@@ -17,7 +17,7 @@ from tests import targets
 
 # No deadline: machines that run tests are noisy. Two runs draw the same examples; the profile "explore" draws new ones,
 # those of `--hypothesis-seed=N`. A failing example is printed as a blob that reproduces it.
-for name, fixed, examples in (("kvplane", True, 50), ("quick", True, 20), ("explore", False, 300)):
+for name, fixed, examples in (("kvplane", True, 40), ("quick", True, 20), ("explore", False, 300)):
     settings.register_profile(
         name,
         deadline=None,

@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplane.base.errors import InvalidArgument
@@ -141,7 +141,6 @@ SPECS = st.one_of(
 )
 
 
-@settings(max_examples=150)
 @given(st.lists(SPECS, min_size=1, max_size=6), st.sampled_from(list(Layout)), st.integers(1, 2))
 def test_planned_pages_do_not_overlap(specs, layout, stages):
     """Pair by pair: pages share a byte only when they are one block's, in different groups."""

@@ -10,7 +10,7 @@ from contextlib import closing, suppress
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplane import aio
@@ -121,7 +121,6 @@ def requests() -> Revival:
     return Revival(news=part_of(NewsRow(0, range(40))).news, running=(0,))
 
 
-@settings(max_examples=200, deadline=None)
 @given(CALLS, st.integers(1, 40))
 def test_a_blocking_session_survives_an_interrupted_call(calls, after):
     world, countdown = InProcessWorld(), Countdown(10**9)
@@ -182,7 +181,6 @@ class Yielding(Awaited):
         return call
 
 
-@settings(max_examples=200, deadline=None)
 @given(CALLS, st.lists(st.integers(1, 12), max_size=8))
 def test_an_asyncio_session_survives_a_cancelled_call(calls, points):
     asyncio.run(cancelled_at(calls, points))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from random import Random
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplane.base.stamps import MAX_COUNTER, in_time
@@ -151,7 +151,6 @@ def lived(kind, commit, steps, restarts, seed):
 
 
 @given(lives)
-@settings(max_examples=60)
 def test_begin_epoch_equals_a_model_that_visits_every_block(drawn):
     (life, table), (mirror, _) = lived(*drawn), lived(*drawn)
     kept = begin_block_by_block(mirror.engine.replica, 2, table)
@@ -167,7 +166,6 @@ def test_begin_epoch_equals_a_model_that_visits_every_block(drawn):
 
 
 @given(lives, st.integers(0, 30))
-@settings(max_examples=60)
 def test_an_interrupted_begin_epoch_continues_and_reports_each_lost_key_once(drawn, turns):
     (life, table), (whole, _) = lived(*drawn), lived(*drawn)
     whole.engine.replica.begin_epoch(2, table)

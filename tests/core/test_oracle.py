@@ -247,6 +247,6 @@ class AnyKinds(Operations):
 
 
 TestAgainstOracle = AgainstOracle.TestCase
-TestAgainstOracle.settings = settings(max_examples=80, stateful_step_count=30)
+TestAgainstOracle.settings = settings(stateful_step_count=30)
 TestAnyKinds = AnyKinds.TestCase
-TestAnyKinds.settings = settings(max_examples=80, stateful_step_count=30)
+TestAnyKinds.settings = settings(stateful_step_count=30)

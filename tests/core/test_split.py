@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplane.base.errors import InvalidArgument
@@ -154,7 +154,6 @@ class Model:
         assert self.pool.is_unused == (not self.states and not self.blocks)
 
 
-@settings(max_examples=150)
 @given(data=st.data(), size=st.sampled_from([2, 3, 8, 34]))
 def test_a_split_pool_does_what_a_dictionary_of_superblocks_does(data, size):
     model = Model(split_spec(data.draw(st.integers(2, 9)), size))

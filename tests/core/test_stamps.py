@@ -6,7 +6,7 @@ is renewed when a block is handed out and whenever a key leaves it, so that noth
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplane.base.groups import AlignSpec
@@ -142,7 +142,6 @@ def test_a_used_up_stamp_counter_begins_the_next_generation():
 MOVES = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.integers(1, 9)), max_size=30)
 
 
-@settings(max_examples=60)
 @given(MOVES)
 def test_stamps_are_unique_and_orders_keep_a_rank_s_stamps_equal(moves):
     """A rank that carries out the orders has the service's stamps, and no stamp is used for two contents."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvplane.base.errors import InvalidArgument
@@ -66,7 +66,6 @@ def test_odd_numbers_of_layers_gain(name, length, gain, groups):
     assert len(found.best.groups) <= groups
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     kinds=st.lists(st.tuples(SPECS, st.integers(1, 40)), min_size=1, max_size=5),
     layout=st.sampled_from(Layout),

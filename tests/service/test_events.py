@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplane.base.errors import InvalidArgument, LimitExceeded, NotFound
@@ -217,7 +217,6 @@ KINDS = ("store", "store", "store", "evict", "evict", "move", "fail", "clear", "
 ACTS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 15), st.integers(0, 15)), max_size=40)
 
 
-@settings(max_examples=300)
 @given(ACTS)
 def test_a_subscriber_view_equals_the_executed_cache(acts):
     watched = Watched()

@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplane.base.errors import InvalidArgument, KvplaneError, NotFound, OtherWriter, ReplicaLapsed, StaleEpoch
@@ -299,7 +299,6 @@ class Schedule:
 
 
 @given(st.integers(0), st.integers(0, 40))
-@settings(max_examples=60)
 def test_random_openings_and_cancellations_leave_one_life_and_a_correct_view(seed, count):
     asyncio.run(Schedule(seed).run(count))
 
