@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 
 from kvplane import AlreadyExists, Client, Unavailable
+from kvplane.base.groups import Medium, TierKind, TierSpec
 from kvplane.blocking.registering import register_engine
 from kvplane.rpc.channel import open_channel
+from kvplane.v1.replica_pb2 import TIER_KIND_HOST
 from tests.service.guarded import guarded
 from tests.service.mirrors import spec_of
 from tests.service.rig import running
@@ -31,6 +33,15 @@ def test_a_replica_without_a_session_gets_the_new_number(client):
     for spec in (SPEC, SPEC, OTHER, SPEC):
         register_engine(client, "r", spec)
         assert num_blocks(client) == spec.num_blocks
+
+
+def test_tiers_that_the_engine_has_itself_may_change_their_size(client):
+    for slots in (50, 50, 20, 0):
+        tiers = (TierSpec(TierKind.DISK, slots),) if slots else ()
+        register_engine(client, "r", replace(SPEC, tiers=tiers, pool=Medium.HOST))
+        found = client.describe_replica("r")
+        assert [one.num_blocks for one in found.tiers] == [slots] * bool(slots)
+        assert found.spec.pool == TIER_KIND_HOST
 
 
 def test_a_replica_with_a_session_keeps_its_number(client):
@@ -62,7 +73,7 @@ def test_a_session_that_opens_meanwhile_keeps_its_replica(client, monkeypatch):
 
 def test_a_replica_with_other_settings_is_not_replaced(client):
     register_engine(client, "r", SPEC)
-    for spec in (replace(OTHER, max_model_len=2 * SPEC.max_model_len), replace(OTHER, events=not SPEC.events)):
+    for spec in (replace(OTHER, max_model_len=2 * SPEC.max_model_len), replace(OTHER, pool=Medium.HOST)):
         with pytest.raises(AlreadyExists):
             register_engine(client, "r", spec)
     assert num_blocks(client) == SPEC.num_blocks

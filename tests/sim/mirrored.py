@@ -290,7 +290,7 @@ class MirroredLife(EngineLife):
                     if awaited.popleft():
                         self.log.answered(progress)
                 elif answer.WhichOneof("kind") == "cache_request":
-                    asked = decode_cache_request(answer.cache_request)
+                    asked = decode_cache_request(answer.cache_request, 0)
                     self._asked[asked.number] = asked
                 self._changed.set()
         except KvplaneError as error:

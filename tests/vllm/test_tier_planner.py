@@ -9,7 +9,8 @@ import pytest
 
 from kvplane_vllm.tiers.host import HostAllocator, host_spec
 from kvplane_vllm.tiers.messages import Progress, Ready
-from kvplane_vllm.tiers.planner import Planner, State
+from kvplane_vllm.tiers.planner import Planner
+from kvplane_vllm.tiers.shadows import State
 from tests.vllm.tier_world import BLOCK, Request, engine_spec
 
 HOST = 200

@@ -62,8 +62,15 @@ def engine(given=None, **other):
     parts = {
         "kv_transfer_config": SimpleNamespace(**transfer | other, kv_connector_extra_config=extra),
         "cache_config": SimpleNamespace(enable_prefix_caching=True, prefix_caching_hash_algo="sha256"),
-        "parallel_config": SimpleNamespace(world_size=1, tensor_parallel_size=1, decode_context_parallel_size=1),
-        "model_config": SimpleNamespace(enable_sleep_mode=False),
+        "parallel_config": SimpleNamespace(
+            world_size=1,
+            tensor_parallel_size=1,
+            decode_context_parallel_size=1,
+            data_parallel_index=3,
+            data_parallel_size=4,
+        ),
+        "model_config": SimpleNamespace(enable_sleep_mode=False, served_model_name="model"),
+        "additional_config": {"kvplane": {"mode": "mirror", "replica": "device"}},
         "speculative_config": None,
         "lora_config": None,
     }
@@ -71,6 +78,18 @@ def engine(given=None, **other):
 
 
 DISK = {"host": "1GiB", "disk": "/nvme", "disk_size": "2GiB"}
+SERVICE = {"host": "1GiB", "address": "kvplane:7070", "replica": "r-{dp_rank}"}
+
+
+def test_the_service_that_follows():
+    found = settings.settings_of(engine(SERVICE)).service
+    assert found is not None
+    assert (found.address, found.replica, found.model_name) == ("kvplane:7070", "r-3", "model")
+    assert settings.settings_of(engine()).service is None
+    config = engine(SERVICE)
+    config.cache_config.prefix_caching_hash_algo = "xxhash"
+    with pytest.raises(InvalidArgument, match="cannot compute block hashes"):
+        settings.settings_of(config)
 
 
 def test_the_options():
@@ -91,6 +110,11 @@ def test_the_options():
         (DISK | {"save": "never"}, "save"),
         (DISK | {"load_timeout": "soon"}, "load_timeout"),
         ({"host": "1GiB", "hosts": "1GiB"}, "hosts"),
+        ({"host": "1GiB", "address": "kvplane:7070"}, "replica"),
+        ({"host": "1GiB", "replica": "r"}, "replica"),
+        ({"host": "1GiB", "token_file": "/token"}, "token_file"),
+        (SERVICE | {"tls_cert": "/cert"}, "tls_ca"),
+        (SERVICE | {"replica": "device"}, "replica"),
     ],
 )
 def test_a_wrong_option_is_refused_with_its_name(given, field):

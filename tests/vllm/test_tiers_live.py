@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from tests.service.rig import running
-from tests.vllm import environment, tiers
+from tests.vllm import environment, processes, tiers
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(0)]
 SEEDS = "1-1"
@@ -63,6 +63,27 @@ def test_a_service_follows_an_engine_with_tiers(model, tmp_path):
         found = run(model, f"mirror {service.address} r", "disk", tmp_path)
     assert (found["differ"], set(found["left"].values())) == (0, {0})
     assert found["loaded_tokens"] > 3000
+
+
+def test_a_service_knows_the_tiers_of_a_stock_engine(tmp_path):
+    with running() as service:
+        where = f', "address": "{service.address}", "replica": "tiers"'
+        found = run("llama", "stock", "disk", tmp_path, more=where)
+        known = service.describe("tiers")
+        mirror = service.in_loop(lambda: service.app.registry.get("tiers").host.mirror)
+    assert (found["differ"], set(found["left"].values())) == (0, {0})
+    assert (mirror.divergences, mirror.images > 0) == (0, True)
+    assert known.tier_counts["loaded_tokens"] == found["from_disk"] > 300
+
+
+def test_what_callers_and_hints_ask_for_takes_effect_in_the_tiers(tmp_path):
+    """The service hashes the prompts itself: its hashes are vLLM's."""
+    with running() as service:
+        found = processes.run("tier_hints_live.py", service.address, "tiers", tmp_path)
+    assert found["retained"] == [128, 128, 128]
+    assert found["evicted"] == [0, 0]
+    assert found["prefetched"] == [128, 128, 128]
+    assert found["divergences"] == [0]
 
 
 def test_two_ranks_keep_their_disks(tmp_path):

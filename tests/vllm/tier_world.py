@@ -21,6 +21,7 @@ from kvplane.base.groups import GroupKind, GroupSpec, HashAlgorithm, ReplicaSpec
 from kvplane_vllm.tiers.host import HostAllocator, host_spec
 from kvplane_vllm.tiers.planner import Planner
 from kvplane_vllm.tiers.rank import TierRank
+from kvplane_vllm.tiers.service import Service
 from kvplane_vllm.tiers.settings import Settings, tiers_of
 
 BLOCK, WINDOW, PAGE = 4, 8, 64
@@ -75,7 +76,9 @@ def engine_spec(max_model_len: int, max_in_flight_tokens: int, window: int = WIN
 class World:
     """The engine, its scheduler ahead of its worker by at most `lag` steps."""
 
-    def __init__(self, seed: int, settings: Settings, lag: int, window: int = WINDOW) -> None:
+    def __init__(
+        self, seed: int, settings: Settings, lag: int, window: int = WINDOW, service: Service | None = None
+    ) -> None:
         self.rng, self.lag, self.window = random.Random(seed), lag, window
         self.memory = torch.zeros((NUM_BLOCKS, PAGE), dtype=torch.uint8)
         views = dict.fromkeys(GROUPS, self.memory)
@@ -84,8 +87,8 @@ class World:
         )
         self.rank = TierRank(config, cache(), settings, views)
         num_blocks, tiers = tiers_of(cache(), settings)
-        spec = host_spec(self.engine(BUDGET * (lag + 1)), num_blocks, tiers)
-        self.planner = Planner(HostAllocator(spec, [self.rank.ready]), 5.0)
+        spec = host_spec(self.engine(BUDGET * (lag + 1)), num_blocks, tiers, events=service is not None)
+        self.planner = Planner(HostAllocator(spec, [self.rank.ready], service=service), 5.0)
         self.prompts = [[self.rng.randrange(9) for _ in range(72)] for _ in range(4)]
         self.free = list(range(1, NUM_BLOCKS))
         self.requests: dict[str, Request] = {}

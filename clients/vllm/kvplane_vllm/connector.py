@@ -122,8 +122,13 @@ class KvplaneConnector(KVConnectorBase_V1, SupportsHMA):
             return  # without memory there is no tier
         num_blocks, tiers = tiers_of(self._cache, self.settings)
         has_disk = bool(tiers) and all(one.has_disk for one in ranks)
-        spec = host_spec(self._spec, num_blocks, tiers if has_disk else ())
-        host = HostAllocator(spec, ranks, self._keys(spec, ranks) if has_disk else None)
+        target, service = self.settings.service, None
+        if target is not None:
+            from kvplane_vllm.tiers.service import Service  # needs gRPC
+
+            service = Service(target)
+        spec = host_spec(self._spec, num_blocks, tiers if has_disk else (), events=service is not None)
+        host = HostAllocator(spec, ranks, self._keys(spec, ranks) if has_disk else None, service)
         self.planner = Planner(host, self.settings.load_timeout_s)
         slots = sum(one.num_blocks for one in spec.tiers)
         _log.info("kvplane's tiers: %d blocks in host memory, %d on disk, %d keys kept", num_blocks, slots, host.kept)
@@ -138,6 +143,11 @@ class KvplaneConnector(KVConnectorBase_V1, SupportsHMA):
         except InvalidArgument as error:
             _log.error("the disk keeps nothing for the next start: %s", error)
             return None
+
+    def on_new_request(self, request: Request) -> None:
+        """See the base class. The request may have hints for the tiers."""
+        if self.planner is not None:
+            self.planner.new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """See the base class. Loads are asynchronous."""

@@ -14,25 +14,15 @@ hits the blocks before this one.
 
 from __future__ import annotations
 
-import logging
-import secrets
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import grpc
-
-from kvplane.base.errors import KvplaneError
 from kvplane.base.groups import ReplicaSpec
-from kvplane.base.session import CacheRequest, MirrorTerms, OpenRequest
+from kvplane.base.session import CacheRequest
 from kvplane.base.step import StepResult
 from kvplane.blocking.mirror import MirrorSender
-from kvplane.rpc.channel import open_channel
-from kvplane.rpc.status import RpcOutcome, error_of_rpc
-from kvplane.v1.allocation_pb2 import DescribeReplicaRequest
-from kvplane.v1.allocation_pb2_grpc import AllocationStub
-from kvplane_core.face import state
 from kvplane_core.face.loader import new_in_process
 from kvplane_vllm.engine_lock import EngineLock
+from kvplane_vllm.following import last_epoch, sender_of
 from kvplane_vllm.manager import InProcessManager
 from kvplane_vllm.pages import PagesOfWorker
 from kvplane_vllm.target import Target
@@ -40,10 +30,6 @@ from kvplane_vllm.target import Target
 if TYPE_CHECKING:
     from kvplane_core.face.native import NativeReplica
     from kvplane_core.face.native.open_step import NativeOpenStep
-
-EPOCH_TIMEOUT_S = 2.0
-
-logger = logging.getLogger("vllm.kvplane")  # with the handlers of vLLM
 
 
 class MirrorManager(InProcessManager):
@@ -67,18 +53,7 @@ class MirrorManager(InProcessManager):
         self._closed: list[tuple[NativeOpenStep, StepResult]] = []
         self._carried_out: dict[int, int] = {}  # by number of a step: the cache request that it carries out
         self.close_step()
-        pool, life = self.replica.coordinator.pool, secrets.randbits(64) or 1
-        request = OpenRequest(
-            self.target.replica,
-            nonce=0,
-            epoch=pool.epoch,
-            client="vllm",
-            incarnation=self.memory_incarnation() or life,  # of its own: the pages end with this process
-            life_nonce=life,
-            mirror=MirrorTerms(self.commit),
-        )
-        to = self.target
-        self.sender = MirrorSender(to.address, request, self.spec, self._export, to.access, model_name=to.model_name)
+        self.sender = sender_of(self.target, self.replica, self.memory_incarnation())
 
     def new_replica(self, spec: ReplicaSpec) -> NativeReplica:
         """Return an empty replica in the epoch after the one that the service knows.
@@ -97,9 +72,6 @@ class MirrorManager(InProcessManager):
     def memory_incarnation(self) -> int:
         """Return the number of the memory that has the pages; 0 if they end with this process."""
         return 0
-
-    def _export(self) -> tuple[int, Iterator[bytes]]:
-        return self.replica.seq, state.slices(self.replica)
 
     def step_closed(self, step: NativeOpenStep, result: StepResult) -> None:
         """Keep the step until the end of schedule(); send it at once if no scheduler of kvplane uses this manager."""
@@ -152,15 +124,3 @@ def mirroring(target: Target, has_worker: bool = False) -> type[MirrorManager]:
     """Return the manager's class for this service."""
     base = MirrorOnPages if has_worker else MirrorManager
     return type(base.__name__, (base,), {"target": target})
-
-
-def last_epoch(target: Target) -> int:
-    """Return the newest epoch of the replica at the service; 0 if it has none, or cannot be reached."""
-    try:
-        with open_channel(target.address, target.access) as channel:
-            request = DescribeReplicaRequest(replica=target.replica)
-            return int(AllocationStub(channel).DescribeReplica(request, timeout=EPOCH_TIMEOUT_S).epoch)
-    except grpc.RpcError as error:
-        problem: KvplaneError = error_of_rpc(cast(RpcOutcome, error))
-        logger.info("the epoch of %s is not known, the engine begins with epoch 1: %s", target.replica, problem)
-        return 0

@@ -10,7 +10,7 @@ from vllm.config import VllmConfig
 from kvplane.base.errors import InvalidArgument
 from kvplane_vllm.connectors import check_connector
 from kvplane_vllm.remote.settings import refuse
-from kvplane_vllm.target import ACCESS, FIELD, MODEL_NAME, access_of
+from kvplane_vllm.target import ACCESS, FIELD, FIXED_HASHES, MODEL_NAME, access_of, of_rank, shown
 from kvplane_worker.lending.rundir import default_run_dir
 
 # Accepted values; None: any text that is not empty.
@@ -27,8 +27,6 @@ OPTIONS: dict[str, tuple[str, ...] | None] = {
     **dict.fromkeys(ACCESS),  # only in the modes with a service
 }
 RANK = "{rank}"  # in the option `worker`
-DP_RANK = "{dp_rank}"  # in the options `replica` and `worker`
-FIXED_HASHES = ("sha256", "sha256_cbor")
 
 # Settings with which pages of an earlier engine life may be wrong: (problem, field, its test).
 UNFIT: tuple[tuple[str, str, Callable[[VllmConfig], Any]], ...] = (
@@ -76,7 +74,7 @@ def options_of(config: VllmConfig) -> dict[str, str]:
             allowed = " or ".join(map(repr, values)) if values else f"one of the options {', '.join(OPTIONS)}"
             allowed = "a text" if values is None else allowed
             raise InvalidArgument(f"{value!r} is not {allowed}", field=f"additional_config.kvplane.{name}")
-    given = _of_rank(config, given)
+    given = of_rank(config, given)
     _check_mode(config, given)
     check_connector(config)
     if config.parallel_config.decode_context_parallel_size > 1:
@@ -87,26 +85,7 @@ def options_of(config: VllmConfig) -> dict[str, str]:
             field="observability_config.kv_cache_metrics",
             remedy="leave --kv-cache-metrics out; a service (mode mirror) has metrics of the cache",
         )
-    return given | {MODEL_NAME: _shown(config.model_config.served_model_name)}
-
-
-def _shown(name: str) -> str:
-    """Return a name as the service accepts it, the end of a long path; "" for one that cannot be shown."""
-    return name[-256:] if name.isprintable() else ""
-
-
-def _of_rank(config: VllmConfig, given: dict[str, str]) -> dict[str, str]:
-    """Return the options of this rank of data parallelism: each rank is an engine with a replica and pages of its own.
-
-    vLLM gives the ranks of a dense model a size of 1, and all of them their number.
-    """
-    parallel = config.parallel_config
-    places, rank = [name for name in ("replica", "worker") if name in given], parallel.data_parallel_index
-    for name in places:
-        if DP_RANK not in given[name] and (rank or parallel.data_parallel_size > 1):
-            problem = f"{given[name]} would be shared by all ranks of data parallelism"
-            raise InvalidArgument(problem, field=f"{FIELD}.{name}", remedy=f"write {DP_RANK} where their number goes")
-    return given | {name: given[name].replace(DP_RANK, str(rank)) for name in places}
+    return given | {MODEL_NAME: shown(config.model_config.served_model_name)}
 
 
 def _check_mode(config: VllmConfig, given: dict[str, str]) -> None:

@@ -1,9 +1,10 @@
 """Changes of the prefix cache of a replica with a session: a caller asks for them, the engine's steps carry them out.
 
-    mirror   EvictBlocks, ResetPrefixCache  -> ask -> the engine, in a step of its own -> carried_out -> the answer
+    mirror   EvictBlocks, ResetPrefixCache  -> ask -> the engine, in a part of its own -> carried_out -> the answer
+             Prefetch and Retain too, of an engine that takes their rows
     others   the same, Prefetch, and Retain -> ask -> merged into the engine's next step -> carried_out -> the answer
 
-A mirror may carry both out twice, so a request that may be lost is sent to it again.
+A mirror may carry each out twice, so a request that may be lost is sent to it again.
 
 The service decides no such step itself while an engine has the session: the change is final once every rank has written
 its stamps, and only the engine's ranks write them. Until then a crash of both processes could restore the keys, because
@@ -19,10 +20,10 @@ from dataclasses import replace
 from itertools import chain, count
 
 from kvplane.base.errors import KvplaneError, Unavailable
-from kvplane.base.prefetch import Prefetch, Prefetched
+from kvplane.base.prefetch import Prefetch, Prefetched, PrefetchOutcome
 from kvplane.base.retain import Retain, Retained
 from kvplane.base.session import CacheRequest
-from kvplane.base.step import Part, PartResult, Step, StepResult
+from kvplane.base.step import AdmitStatus, Part, PartResult, Step, StepResult
 from kvplane_core.face.interface import BEGINS, RESUMES, SCHEDULES
 from kvplane_service.decisions.sent import SentStep, kinds_of, step_with
 from kvplane_service.runtime.rota import Busy
@@ -44,7 +45,6 @@ class CacheRequests:
         # A random start: a step may carry out a request of a service that was connected before.
         self._numbers = count(secrets.randbits(62) + 1)
         self._waiting: dict[CacheRequest, asyncio.Future[StepResult]] = {}
-        self._rows: dict[int, Part] = {}  # prefixes to prefetch or retain, by number of their request
         self._merged: set[CacheRequest] = set()  # into a step, which may be applied
         self.next_end_ns = 0
         self.image_may_come = False  # the engine life states stamps, and its image, if any, has not come
@@ -61,9 +61,8 @@ class CacheRequests:
         """
         if len(self._waiting) >= MOST_WAITING:
             raise Busy(f"{MOST_WAITING} requests wait for the engine of {name}", field="replica", remedy="retry")
-        request = CacheRequest(next(self._numbers), tuple(part.cache.evicted), part.cache.reset)
-        if part.prefetch.slot or part.retain.num_hashes:
-            self._rows[request.number] = part
+        rows = part if part.prefetch.slot or part.retain.num_hashes else None
+        request = CacheRequest(next(self._numbers), tuple(part.cache.evicted), part.cache.reset, rows)
         answer: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
         self._waiting[request] = answer
         if self.send is not None:
@@ -90,7 +89,6 @@ class CacheRequests:
         finally:
             del self._waiting[request]
             self._merged.discard(request)
-            self._rows.pop(request.number, None)
 
     def is_due(self, clock: Callable[[], int]) -> bool:
         """Whether the time of a retained prefix has come; the clock is read only if there is one."""
@@ -113,7 +111,7 @@ class CacheRequests:
             evicted=[*first.cache.evicted, *chain.from_iterable(request.blocks for request in asked)],
             reset=first.cache.reset or any(request.reset for request in asked),
         )
-        numbers = [(request.number, self._rows.get(request.number, Part())) for request in asked]
+        numbers = [(request.number, request.rows or Part()) for request in asked]
         prompts = [rows.prefetch for _, rows in numbers if rows.prefetch.slot]
         prefetch = _joined([first.prefetch, *prompts]) if prompts else first.prefetch
         retain = _retained([rows.retain for _, rows in numbers if rows.retain.num_hashes], now_ns)
@@ -124,7 +122,9 @@ class CacheRequests:
         """The engine has carried out the request with this number, in the step with this result."""
         for request, answer in self._waiting.items():
             if request.number == number and not answer.done():
-                answer.set_result(result)
+                of_prompt = request.rows is not None and bool(request.rows.prefetch.slot)
+                is_admitted = of_prompt and not result.parts[0].prefetched.outcome
+                answer.set_result(_prefetched_by_admission(result) if is_admitted else result)
 
     def all_carried_out(self, asked: Iterable[tuple[int, Part]], result: StepResult) -> None:
         """A step with this result has carried out these requests, as `merged` returned them."""
@@ -172,6 +172,17 @@ class CacheRequests:
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(error)
+
+
+def _prefetched_by_admission(result: StepResult) -> StepResult:
+    """Return the result as a row of `prefetch` has it: the engine, whose pool is the nearest tier, has admitted the
+    prompt, or could not.
+    """
+    first = result.parts[0]
+    is_granted = list(first.admit_status) == [AdmitStatus.GRANTED]
+    outcome = PrefetchOutcome.ALL if is_granted else PrefetchOutcome.TOO_MANY
+    done = Prefetched([sum(first.admit_hit)], [len(first.orders.load_job)], [outcome])
+    return replace(result, parts=[PartResult(prefetched=done), *result.parts[1:]])
 
 
 def _joined(sections: Sequence[Prefetch]) -> Prefetch:

@@ -101,6 +101,11 @@ class Mirror:
         return self.attached is not None
 
     @property
+    def takes_rows(self) -> bool:
+        """Whether the attached engine prefetches prompts and retains prefixes that callers name."""
+        return self.attached is not None and self.attached.mirror is not None and self.attached.mirror.takes_rows
+
+    @property
     def wants_image(self) -> bool:
         """Whether the service does not have the state of the attached engine."""
         return self.is_attached and self._image_wanted

@@ -17,6 +17,7 @@ from google.protobuf.message import Message
 from kvplane import wire
 from kvplane.base.errors import Unavailable
 from kvplane.base.events import EventBatch
+from kvplane.base.groups import Medium
 from kvplane.base.step import CacheEvent, EventKind
 from kvplane.v1 import events_pb2 as pb
 from kvplane.v1 import step_pb2
@@ -80,7 +81,8 @@ class _Reader:
     def __init__(self, host: ReplicaHost, request: pb.SubscribeRequest, messages: NewestMessages) -> None:
         self._host, self._log, self._messages = host, host.events, messages
         self._after = request.after_seq if request.HasField("after_seq") else None
-        self._period_s = request.digest_period_s
+        self._pool = host.replica.spec.pool
+        self._period_s = 0 if self._pool else request.digest_period_s  # a digest is of keys on the device
         after = self._after
         is_lost = after is not None and (after == 0 or after < self._log.oldest_resumable)
         self._scan = host.scan_entries() if request.entries and is_lost and self._log.last_seq else None
@@ -100,12 +102,12 @@ class _Reader:
     def encode(self, batch: Batch) -> bytes:
         """Return the message of a batch."""
         if self._scan is None:
-            return self._messages.encode(self._log, batch)
+            return self._messages.encode(self._log, batch, self._pool)
         events = self._scan.follow(runs_of(batch.events))
         if self._digest is None:
-            return encode_batch(replace(batch, seq=0, events=events))
+            return encode_batch(replace(batch, seq=0, events=events), self._pool)
         self._digest.take(events)
-        return self._messages.encode(self._log, batch)
+        return self._messages.encode(self._log, batch, self._pool)
 
     def read(self) -> Iterator[bytes]:
         """Return the messages of the next slice of the entries; all batches were encoded."""
@@ -125,7 +127,7 @@ class _Reader:
             self._begun_s = self._now_s()
         if digest is None:
             for event in events:
-                yield encode_batch(Batch(0, host.epoch, [event]))
+                yield encode_batch(Batch(0, host.epoch, [event]), self._pool)
             if has_ended:
                 yield encode_batch(Batch(seq, host.epoch))
             return
@@ -153,13 +155,14 @@ class _Reader:
         return asyncio.get_running_loop().time()
 
 
-def encode_batch(batch: Batch) -> bytes:
-    """Return the serialized message of a batch of cache events."""
+def encode_batch(batch: Batch, pool: Medium = Medium.DEVICE) -> bytes:
+    """Return the serialized message of a batch of cache events. `pool`: where the replica's pool is."""
     head = pb.SubscribeResponse(
         seq=batch.seq, epoch=batch.epoch, gap=batch.gap, withdrawn=batch.withdrawn, restored=batch.restored
     )
     # Protobuf parses concatenated messages as one message that has the events of all of them.
-    return b"".join([head.SerializeToString(), *[_encode_run(run) for run in runs_of(batch.events)]])
+    runs = (replace(run, tier=run.tier or pool) for run in runs_of(batch.events)) if pool else runs_of(batch.events)
+    return b"".join([head.SerializeToString(), *[_encode_run(run) for run in runs]])
 
 
 class NewestMessages:
@@ -170,16 +173,16 @@ class NewestMessages:
     def __init__(self) -> None:
         self._of: WeakKeyDictionary[EventLog, dict[int, bytes]] = WeakKeyDictionary()
 
-    def encode(self, log: EventLog, batch: Batch) -> bytes:
+    def encode(self, log: EventLog, batch: Batch, pool: Medium = Medium.DEVICE) -> bytes:
         """Return the serialized message of a batch of cache events; it is serialized once for all subscribers of the
         log.
         """
         if log.num_subscribers == 1 or not batch.events:
-            return encode_batch(batch)
+            return encode_batch(batch, pool)
         newest = self._of.setdefault(log, {})
         message = newest.get(batch.seq)
         if message is None:
-            message = newest[batch.seq] = encode_batch(batch)
+            message = newest[batch.seq] = encode_batch(batch, pool)
             if len(newest) > _KEPT_MESSAGES:
                 del newest[min(newest)]
         return message

@@ -30,6 +30,8 @@ class EngineCalls:
     def check(self, call: UnaryCall[Any]) -> None:
         """Raise FailedPrecondition if the call needs an engine for which the service decides, and there is none."""
         host = self._host
+        if host.mirror.takes_rows:
+            return
         if isinstance(call, PrefetchCall) and (host.mirror.is_attached or not self.are_for(call)):
             raise FailedPrecondition(
                 f"{host.name} has no engine whose workers could copy blocks, or one that decides itself",

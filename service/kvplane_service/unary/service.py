@@ -141,8 +141,9 @@ class UnaryCalls:
         if answer is not None:
             return answer
         plan = self._plan(call)
-        with unary_fields():
-            self.host.replica.check_alone(plan.part)
+        if not (self.host.mirror.takes_rows and isinstance(call, PrefetchCall)):  # which it admits, into its pool
+            with unary_fields():
+                self.host.replica.check_alone(plan.part)
         return await self._asking.ask(header, plan, encode)
 
     def _check_begins(self, at: UnaryStep, call: UnaryCall[Any]) -> None:

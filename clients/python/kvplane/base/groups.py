@@ -336,6 +336,8 @@ class ReplicaSpec:
         hint_values: values of `News.hint` that the engine distinguishes, 0 included; 0 = it sends no hints.
         blocks_per_state: consecutive blocks that a state takes; their first one, a multiple of this number, names it in
             tables, orders and events. A block of attention is one block. 1 = a state takes a block too.
+        pool: where the blocks of the pool are; HOST = in host memory, as the tier of a device that has another
+            allocator. Changes no decision; cache events that are published name it.
     """
 
     groups: tuple[GroupSpec, ...]
@@ -360,6 +362,7 @@ class ReplicaSpec:
     tiers: tuple[TierSpec, ...] = field(default=(), repr=False)
     hint_values: int = field(default=0, repr=False)
     blocks_per_state: int = field(default=1, repr=False)
+    pool: Medium = field(default=Medium.DEVICE, repr=False)
 
     @property
     def hit_alignment(self) -> int:
@@ -429,6 +432,8 @@ class ReplicaSpec:
         of_state = self.blocks_per_state
         whole = f"must be 1 or more, divide num_blocks, {blocks}, and be at most half of it"
         _require(1 <= of_state <= max(1, blocks // 2) and not blocks % of_state, "blocks_per_state", of_state, whole)
+        pool = self.pool
+        _require(pool in (Medium.DEVICE, Medium.HOST), "pool", pool.name.lower(), "must be device or host")
         hints = self.hint_values
         _require(0 <= hints <= MAX_HINTS, "hint_values", hints, f"must be 0 to {MAX_HINTS}")
         for index, group in enumerate(self.groups):

@@ -5,12 +5,12 @@ process.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvplane.base.errors import InvalidArgument, KvplaneError
 from kvplane.base.groups import CommitRule, ReplicaSpec
-from kvplane.base.step import STEP_VERSION, Step, StepResult
+from kvplane.base.step import STEP_VERSION, Part, Step, StepResult
 
 NEW_EPOCH = 0
 
@@ -27,10 +27,14 @@ CLOSE_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class MirrorTerms:
-    """How an engine decides that runs the core in its own process; the service of its mirror must decide equally."""
+    """How an engine decides that runs the core in its own process; the service of its mirror must decide equally.
+
+    `takes_rows`: it carries out `CacheRequest.rows`.
+    """
 
     commit: CommitRule
     core_version: int = CORE_VERSION
+    takes_rows: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +62,14 @@ class CacheRequest:
         number: names it in the step that carries it out.
         blocks: blocks whose keys are removed, in order.
         reset: remove all keys, if no request holds a block.
+        rows: a prompt to prefetch, or a prefix to retain: one row of that section. Its times are on the clock of
+            `Retain.now_ns`; the engine states them on its own.
     """
 
     number: int
     blocks: tuple[int, ...] = ()
     reset: bool = False
+    rows: Part | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,8 @@ from kvplane.base.errors import (
     Unauthenticated,
     Unavailable,
 )
-from kvplane.base.groups import ReplicaSpec
+from kvplane.base.groups import HashAlgorithm, ReplicaSpec
+from kvplane.base.hashing.algorithms import block_digest
 from kvplane.base.session import OPEN_TIMEOUT_S, CacheRequest, Opened, OpenRequest, Progress
 from kvplane.base.step import Step, StepResult
 from kvplane.blocking.client import Client
@@ -228,7 +229,8 @@ class MirrorSender:
         stub = AllocationStub(channel)
         client = Client(channel, timeout_s=OPEN_TIMEOUT_S, retry=RetryPolicy(attempts=1))
         register_engine(client, self._request.replica, self._spec, self._model_name)
-        stream = _MirrorStream(stub, replace(self._request, nonce=draw_nonce()), self._changed, self._take)
+        open_request = replace(self._request, nonce=draw_nonce())
+        stream = _MirrorStream(stub, open_request, self._changed, self._take, self._spec.hash_algorithm)
         try:
             opened = stream.opened()
             with self._changed:
@@ -289,9 +291,10 @@ class _MirrorStream:
         request: OpenRequest,
         changed: threading.Condition,
         taken: Callable[[Progress | CacheRequest], None],
+        hashes: HashAlgorithm,
     ) -> None:
         self.error: KvplaneError | None = None
-        self._changed, self._taken = changed, taken
+        self._changed, self._taken, self._hashes = changed, taken, hashes
         self._opened: Opened | None = None
         self._is_closed = False
         self._requests: SimpleQueue[SessionRequest | None] = SimpleQueue()
@@ -344,6 +347,7 @@ class _MirrorStream:
         elif kind == "progress":
             self._taken(decode_progress(response.progress))
         elif kind == "cache_request":
-            self._taken(decode_cache_request(response.cache_request))
+            size = block_digest(self._hashes).size if response.cache_request.HasField("rows") else 0
+            self._taken(decode_cache_request(response.cache_request, size))
         elif kind == "closed":
             self._is_closed = True

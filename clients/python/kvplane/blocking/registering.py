@@ -1,4 +1,4 @@
-"""Registers the replica of an engine that starts, also if its pool has another number of blocks than before."""
+"""Registers the replica of an engine that starts, also if its pool or its tiers have another size than before."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ _log = logging.getLogger("kvplane.registering")
 
 
 def register_engine(client: Client, name: str, spec: ReplicaSpec, model_name: str = "") -> None:
-    """Register a replica. If it exists and only its number of blocks (and the watermark, a part of them) differs, it is
-    replaced: an engine that measures its free memory finds another number in each life, and its cache starts empty.
+    """Register a replica. If it exists and only its number of blocks (and the watermark, a part of them) or its tiers
+    differ, it is replaced: an engine that measures its free memory finds another number in each life, and its cache
+    starts empty. Tiers, which the engine has itself, are a namespace of their own: no other replica reads them.
 
     The epoch of the description guards the removal: a session that opens meanwhile keeps the replica.
 
@@ -33,13 +34,14 @@ def register_engine(client: Client, name: str, spec: ReplicaSpec, model_name: st
         AlreadyExists: a replica of this name has other settings, or workers.
         Unavailable: a session of the replica with the other number is open; try again when it has ended.
     """
+    namespace = name.encode() if spec.tiers else b""
     try:
-        client.register_replica(name, spec, model_name=model_name)
+        client.register_replica(name, spec, namespace_digest=namespace, model_name=model_name)
     except AlreadyExists:
         found = client.describe_replica(name)
         registered = decode_spec(found.spec)
-        counts = {"num_blocks": spec.num_blocks, "watermark_blocks": spec.watermark_blocks}
-        if found.workers or replace(registered, **counts).normalized != spec.normalized:  # type: ignore[arg-type]
+        sizes = {"num_blocks": spec.num_blocks, "watermark_blocks": spec.watermark_blocks, "tiers": spec.tiers}
+        if found.workers or replace(registered, **sizes).normalized != spec.normalized:  # type: ignore[arg-type]
             raise
         if found.state not in _FREE:
             raise Unavailable(
@@ -48,5 +50,5 @@ def register_engine(client: Client, name: str, spec: ReplicaSpec, model_name: st
                 remedy="end the other engine, or give this one a name of its own",
             ) from None
         client.deregister_replica(name, found.epoch)
-        client.register_replica(name, spec, model_name=model_name)
-        _log.warning("%s had %d blocks and has %d now", name, registered.num_blocks, spec.num_blocks)
+        client.register_replica(name, spec, namespace_digest=namespace, model_name=model_name)
+        _log.warning("%s had %d blocks and slots, and has %d now", name, registered.num_stamps, spec.num_stamps)

@@ -853,12 +853,14 @@ class SessionOpen(_message.Message):
     def __init__(self, replica: _Optional[str] = ..., epoch: _Optional[int] = ..., nonce: _Optional[int] = ..., with_events: bool = ..., client: _Optional[str] = ..., stamp_table: _Optional[bytes] = ..., incarnation: _Optional[int] = ..., step_version: _Optional[int] = ..., busy_blocks: _Optional[bytes] = ..., owner_epoch: _Optional[int] = ..., life_nonce: _Optional[int] = ..., mirror: _Optional[_Union[MirrorTerms, _Mapping]] = ..., disk_incarnation: _Optional[int] = ...) -> None: ...
 
 class MirrorTerms(_message.Message):
-    __slots__ = ("core_version", "commit")
+    __slots__ = ("core_version", "commit", "takes_rows")
     CORE_VERSION_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
+    TAKES_ROWS_FIELD_NUMBER: _ClassVar[int]
     core_version: int
     commit: _replica_pb2.CommitRule
-    def __init__(self, core_version: _Optional[int] = ..., commit: _Optional[_Union[_replica_pb2.CommitRule, str]] = ...) -> None: ...
+    takes_rows: bool
+    def __init__(self, core_version: _Optional[int] = ..., commit: _Optional[_Union[_replica_pb2.CommitRule, str]] = ..., takes_rows: bool = ...) -> None: ...
 
 class MirroredStep(_message.Message):
     __slots__ = ("step", "digest", "cache_request")
@@ -903,14 +905,16 @@ class MirrorProgress(_message.Message):
     def __init__(self, applied_through: _Optional[int] = ..., image_wanted: bool = ..., reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class CacheRequest(_message.Message):
-    __slots__ = ("number", "block_ids", "reset")
+    __slots__ = ("number", "block_ids", "reset", "rows")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     RESET_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
     number: int
     block_ids: _containers.RepeatedScalarFieldContainer[int]
     reset: bool
-    def __init__(self, number: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., reset: bool = ...) -> None: ...
+    rows: _step_pb2.Part
+    def __init__(self, number: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., reset: bool = ..., rows: _Optional[_Union[_step_pb2.Part, _Mapping]] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
     __slots__ = ("open", "step", "heartbeat", "close", "mirrored_steps", "image")

@@ -201,7 +201,7 @@ class AllocationServicer(object):
         """Copies what only the disk has of a prompt's longest hit to the host, in the engine's next step (step.proto, Prefetch), so
         that a request with this prompt does not wait for the disk. Answered when the copies are ordered. INVALID_ARGUMENT: the
         replica has no disk behind a host tier, or the prompt has no full block. FAILED_PRECONDITION: no engine has a session, or it
-        decides itself. UNAVAILABLE: the engine has run no step in time, and nothing was ordered.
+        decides itself and takes no rows (MirrorTerms). UNAVAILABLE: the engine has run no step in time; a mirrored one may do so later.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -212,8 +212,8 @@ class AllocationServicer(object):
         tiers with a retained_percent keep them too. With a session, the engine's next step does it. INVALID_ARGUMENT: more than
         is left of the caller's share of the pool or of a tier (retained_percent of its limits, at most that of the tier), a time
         or priority out of range, no full block, or a replica with split pages.
-        FAILED_PRECONDITION: the engine decides itself, or has left. PERMISSION_DENIED: a release of what others retain.
-        UNAVAILABLE: the engine has run no step in time, and nothing changed.
+        FAILED_PRECONDITION: the engine decides itself and takes no rows (MirrorTerms), or has left. PERMISSION_DENIED: a release of what others retain.
+        UNAVAILABLE: the engine has run no step in time; a mirrored one may do so later.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

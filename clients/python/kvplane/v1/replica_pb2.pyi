@@ -182,7 +182,7 @@ class TierSpec(_message.Message):
     def __init__(self, kind: _Optional[_Union[TierKind, str]] = ..., num_blocks: _Optional[int] = ..., save: _Optional[_Union[SavePolicy, str]] = ..., checkpoint_percent: _Optional[int] = ..., retained_percent: _Optional[int] = ...) -> None: ...
 
 class ReplicaSpec(_message.Message):
-    __slots__ = ("groups", "num_blocks", "max_model_len", "hash_block_size", "scheduler_block_size", "max_in_flight_tokens", "hash_algorithm", "hash_seed", "disable_caching", "retention_interval", "partial_hits", "watermark_blocks", "commit", "hash_lookahead_tokens", "prefill_lookahead", "keep_divergence_boundary", "align", "disable_events", "eviction", "tiers", "hint_values", "blocks_per_state")
+    __slots__ = ("groups", "num_blocks", "max_model_len", "hash_block_size", "scheduler_block_size", "max_in_flight_tokens", "hash_algorithm", "hash_seed", "disable_caching", "retention_interval", "partial_hits", "watermark_blocks", "commit", "hash_lookahead_tokens", "prefill_lookahead", "keep_divergence_boundary", "align", "disable_events", "eviction", "tiers", "hint_values", "blocks_per_state", "pool")
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -205,6 +205,7 @@ class ReplicaSpec(_message.Message):
     TIERS_FIELD_NUMBER: _ClassVar[int]
     HINT_VALUES_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_PER_STATE_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
     groups: _containers.RepeatedCompositeFieldContainer[GroupSpec]
     num_blocks: int
     max_model_len: int
@@ -227,7 +228,8 @@ class ReplicaSpec(_message.Message):
     tiers: _containers.RepeatedCompositeFieldContainer[TierSpec]
     hint_values: int
     blocks_per_state: int
-    def __init__(self, groups: _Optional[_Iterable[_Union[GroupSpec, _Mapping]]] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., hash_block_size: _Optional[int] = ..., scheduler_block_size: _Optional[int] = ..., max_in_flight_tokens: _Optional[int] = ..., hash_algorithm: _Optional[_Union[HashAlgorithm, str]] = ..., hash_seed: _Optional[str] = ..., disable_caching: bool = ..., retention_interval: _Optional[int] = ..., partial_hits: bool = ..., watermark_blocks: _Optional[int] = ..., commit: _Optional[_Union[CommitRule, str]] = ..., hash_lookahead_tokens: _Optional[int] = ..., prefill_lookahead: _Optional[int] = ..., keep_divergence_boundary: bool = ..., align: _Optional[_Union[AlignSpec, _Mapping]] = ..., disable_events: bool = ..., eviction: _Optional[_Union[EvictionPolicy, str]] = ..., tiers: _Optional[_Iterable[_Union[TierSpec, _Mapping]]] = ..., hint_values: _Optional[int] = ..., blocks_per_state: _Optional[int] = ...) -> None: ...
+    pool: TierKind
+    def __init__(self, groups: _Optional[_Iterable[_Union[GroupSpec, _Mapping]]] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., hash_block_size: _Optional[int] = ..., scheduler_block_size: _Optional[int] = ..., max_in_flight_tokens: _Optional[int] = ..., hash_algorithm: _Optional[_Union[HashAlgorithm, str]] = ..., hash_seed: _Optional[str] = ..., disable_caching: bool = ..., retention_interval: _Optional[int] = ..., partial_hits: bool = ..., watermark_blocks: _Optional[int] = ..., commit: _Optional[_Union[CommitRule, str]] = ..., hash_lookahead_tokens: _Optional[int] = ..., prefill_lookahead: _Optional[int] = ..., keep_divergence_boundary: bool = ..., align: _Optional[_Union[AlignSpec, _Mapping]] = ..., disable_events: bool = ..., eviction: _Optional[_Union[EvictionPolicy, str]] = ..., tiers: _Optional[_Iterable[_Union[TierSpec, _Mapping]]] = ..., hint_values: _Optional[int] = ..., blocks_per_state: _Optional[int] = ..., pool: _Optional[_Union[TierKind, str]] = ...) -> None: ...
 
 class ModelSource(_message.Message):
     __slots__ = ("model", "tensor_parallel", "cache_dtype", "block_size", "max_model_len", "memory_bytes", "num_blocks", "max_batched_tokens", "max_concurrent_batches", "disable_caching", "retention_interval", "watermark", "commit", "hash_algorithm", "hash_seed", "speculative_tokens", "drafter", "prefix_match_unit", "eviction", "planner", "config", "tiers", "hint_values")

@@ -22,7 +22,7 @@ from kvplane.base.step import (
     StepResult,
 )
 from kvplane.v1 import allocation_pb2 as pb
-from kvplane.wire.step import decode_step, encode_step
+from kvplane.wire.step import decode_part, decode_step, encode_part, encode_step
 from kvplane.wire.tables import BLOCKS, ORDERS, PART_RESULT
 
 if TYPE_CHECKING:
@@ -151,10 +151,14 @@ def decode_progress(message: pb.MirrorProgress) -> Progress:
 
 def cache_request_message(request: CacheRequest) -> pb.SessionResponse:
     """Return the message with a change that the engine carries out."""
-    asked = pb.CacheRequest(number=request.number, block_ids=request.blocks, reset=request.reset)
+    rows = None if request.rows is None else encode_part(request.rows, "rows")
+    asked = pb.CacheRequest(number=request.number, block_ids=request.blocks, reset=request.reset, rows=rows)
     return pb.SessionResponse(cache_request=asked)
 
 
-def decode_cache_request(message: pb.CacheRequest) -> CacheRequest:
-    """Return the change that a message asks for."""
-    return CacheRequest(message.number, tuple(message.block_ids), message.reset)
+def decode_cache_request(message: pb.CacheRequest, digest_size: int) -> CacheRequest:
+    """Return the change that a message asks for, whose hashes have `digest_size` bytes. Raises InvalidArgument for rows
+    that are malformed.
+    """
+    rows = decode_part(message.rows, digest_size, "rows") if message.HasField("rows") else None
+    return CacheRequest(message.number, tuple(message.block_ids), message.reset, rows)

@@ -50,6 +50,7 @@ def encode_open(request: OpenRequest) -> allocation_pb2.SessionOpen:
         fields["mirror"] = {
             "core_version": request.mirror.core_version,
             "commit": encode_enum(CommitRuleValue, "COMMIT_RULE", request.mirror.commit),
+            "takes_rows": request.mirror.takes_rows,
         }
     try:
         return build(allocation_pb2.SessionOpen, "open", fields)
@@ -89,7 +90,7 @@ def decode_open(message: allocation_pb2.SessionOpen, stamps: bytes | memoryview 
 def _decode_terms(message: allocation_pb2.MirrorTerms) -> MirrorTerms:
     where = "open.mirror.commit"
     rule = decode_enum(CommitRuleValue, "COMMIT_RULE", message.commit, where, CommitRule.SAFE)
-    return MirrorTerms(rule, message.core_version)
+    return MirrorTerms(rule, message.core_version, message.takes_rows)
 
 
 def encode_opened(opened: Opened) -> allocation_pb2.SessionOpened:

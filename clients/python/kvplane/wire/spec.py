@@ -17,6 +17,7 @@ from kvplane.base.groups import (
     GroupSpec,
     HashAlgorithm,
     MambaMode,
+    Medium,
     ReplicaSpec,
     SavePolicy,
     TierKind,
@@ -75,6 +76,8 @@ def encode_spec(spec: ReplicaSpec) -> pb.ReplicaSpec:
         fields["eviction"] = encode_enum(pb.EvictionPolicy, "EVICTION_POLICY", spec.eviction)
     if spec.blocks_per_state > 1:
         fields["blocks_per_state"] = spec.blocks_per_state
+    if spec.pool:
+        fields["pool"] = int(spec.pool)
     fields["tiers"] = encode_tiers(spec.tiers)
     fields["disable_caching"] = not spec.enable_caching
     fields["disable_events"] = not spec.events
@@ -101,11 +104,18 @@ def decode_spec(message: pb.ReplicaSpec) -> ReplicaSpec:
         events=not message.disable_events,
         tiers=decode_tiers(message.tiers),
         blocks_per_state=message.blocks_per_state or 1,
+        pool=_decode_pool(message.pool),
         align=AlignSpec(**{name: getattr(message.align, name) for name in _SAME_IN_ALIGN}),
         **{name: getattr(message, name) for name in _SAME_IN_REPLICA},
     )
     spec.validate()
     return spec
+
+
+def _decode_pool(number: int) -> Medium:
+    if number not in set(Medium):
+        raise InvalidArgument(f"{number} is not a place of a pool", field="pool", remedy="use a newer service")
+    return Medium(number)
 
 
 def decode_policy(message: pb.ReplicaSpec | pb.ModelSource | pb.LayerSource) -> EvictionPolicy:

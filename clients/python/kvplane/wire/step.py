@@ -42,7 +42,7 @@ def encode_step(step: Step) -> pb.Step:
             part=step.part,
             more=not step.last,
             executed_through=step.executed_through,
-            parts=[_encode_part(part, f"parts[{index}]") for index, part in enumerate(step.parts)],
+            parts=[encode_part(part, f"parts[{index}]") for index, part in enumerate(step.parts)],
             traceparent=step.traceparent,
         )
     except (AttributeError, OverflowError, TypeError, ValueError) as error:
@@ -67,7 +67,7 @@ def decode_step(message: pb.Step, digest_size: int | None) -> Step:
     return Step(
         epoch=message.epoch,
         seq=message.seq,
-        parts=[_decode_part(part, digest_size, f"parts[{index}]") for index, part in enumerate(message.parts)],
+        parts=[decode_part(part, digest_size, f"parts[{index}]") for index, part in enumerate(message.parts)],
         part=message.part,
         last=not message.more,
         executed_through=message.executed_through,
@@ -76,7 +76,8 @@ def decode_step(message: pb.Step, digest_size: int | None) -> Step:
 
 
 # Sections are passed as dicts, see `encode_section`.
-def _encode_part(part: Part, where: str) -> dict[str, Any]:
+def encode_part(part: Part, where: str) -> dict[str, Any]:
+    """Return the fields of a part's message; `where` names it in errors."""
     fields: dict[str, Any] = {}
     for name, value in given_fields(part).items():  # a section that is missing is empty
         if (of := _SECTIONS.get(name)) is None or (name == "resume" and value is None):
@@ -90,7 +91,8 @@ def _encode_part(part: Part, where: str) -> dict[str, Any]:
     return fields
 
 
-def _decode_part(message: pb.Part, digest_size: int | None, where: str) -> Part:
+def decode_part(message: pb.Part, digest_size: int | None, where: str) -> Part:
+    """Return the part of a message, see `decode_step`; `where` names it in errors."""
     fields: dict[str, Any] = {name: getattr(message, name) for name in _FLAGS}
     for name, of in _SECTIONS.items():
         if message.HasField(name):

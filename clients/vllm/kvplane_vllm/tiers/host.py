@@ -4,20 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from kvplane.base.groups import DENSE_RETENTION, CommitRule, GroupKind, ReplicaSpec, TierSpec
+from kvplane.base.groups import DENSE_RETENTION, CommitRule, GroupKind, Medium, ReplicaSpec, TierSpec
 from kvplane.base.job_table import VERSION, JobsEnd
-from kvplane.base.step import Part, PartResult, Step
+from kvplane.base.session import CacheRequest
+from kvplane.base.step import Part, PartResult, Step, StepResult
 from kvplane.tier_jobs import TierJobs
 from kvplane_core.face.loader import new_in_process
 from kvplane_vllm.tiers.kept import KeyFile
 from kvplane_vllm.tiers.messages import PartOrders, Progress, Ready
 
+if TYPE_CHECKING:
+    from kvplane_vllm.tiers.service import Service
+
 CLOSE_S = 5.0  # for a disk that hangs
 
 
-def host_spec(engine: ReplicaSpec, num_blocks: int, tiers: tuple[TierSpec, ...]) -> ReplicaSpec:
-    """Return the settings of the allocator: the groups of the engine in the memory of the host.
+def host_spec(
+    engine: ReplicaSpec, num_blocks: int, tiers: tuple[TierSpec, ...], *, events: bool = False
+) -> ReplicaSpec:
+    """Return the settings of the allocator: the groups of the engine in the memory of the host. `events`: of keys that
+    are stored and removed there.
 
     A hit ends between blocks, since no page is copied within host memory; its pages are written whole, not zeroed. The
     engine chooses which states are kept: its requests end there.
@@ -32,8 +40,9 @@ def host_spec(engine: ReplicaSpec, num_blocks: int, tiers: tuple[TierSpec, ...])
         partial_hits=False,
         retention_interval=DENSE_RETENTION if has_states else engine.retention_interval,
         watermark_blocks=0,
-        events=False,
+        events=events,
         tiers=tiers,
+        pool=Medium.HOST,
     )
 
 
@@ -75,14 +84,19 @@ class HostAllocator:
         executed: the last step whose copies have ended on all ranks.
         last_copies: the last step that has copies.
         kept: keys that the disk has kept from earlier lives.
+        service: follows the steps; None = none does.
     """
 
-    def __init__(self, spec: ReplicaSpec, ranks: Sequence[Ready], keys: KeyFile | None = None) -> None:
-        """`keys`: of the disk, recorded in earlier lives and in this one; None = none are kept. Raises InvalidArgument
-        if fields of the spec contradict each other.
+    def __init__(
+        self, spec: ReplicaSpec, ranks: Sequence[Ready], keys: KeyFile | None = None, service: Service | None = None
+    ) -> None:
+        """`keys`: of the disk, recorded in earlier lives and in this one; None = none are kept. `service`: follows the
+        steps. Raises InvalidArgument if fields of the spec contradict each other.
         """
         self.replica = new_in_process(spec)
         self.epoch = max(one.epoch for one in ranks)
+        if service is not None:
+            self.epoch = max(self.epoch, service.known_epoch + 1)
         tables = [one.stamps[: spec.num_stamps] for one in ranks]
         found = self.replica.recover(self.epoch, tables, [keys.entries()] if keys else [])
         self.kept = found.kept
@@ -98,6 +112,9 @@ class HostAllocator:
         self._orders: list[PartOrders] = []
         self._done: list[int] = []
         self._preempted: list[int] = []
+        self.service, self._applied = service, list[tuple[Part, StepResult]]()
+        if service is not None:
+            service.begin(self.replica)
 
     @property
     def is_open(self) -> bool:
@@ -136,7 +153,10 @@ class HostAllocator:
                 self._jobs.report(part.cache, self.executed, self._seq)
             self._done += part.cache.jobs_done
         step = Step(self.epoch, self._seq, [part], part=self._part, last=last, executed_through=self._reported)
-        result: PartResult = self.replica.apply(step).parts[0]
+        applied = self.replica.apply(step)
+        result: PartResult = applied.parts[0]
+        if self.service is not None:
+            self._applied.append((part, applied))
         self._preempted += result.preempted
         if self._keys is not None:
             self._record(result, part.cache.jobs_done)
@@ -149,6 +169,10 @@ class HostAllocator:
         self._orders.append(PartOrders(self._part, list(orders.stamp_block), list(orders.stamp), jobs))
         self._part += 1
         return result
+
+    def next_request(self) -> CacheRequest | None:
+        """Return what a caller of the service asks for, to be carried out in the first part of the next step."""
+        return self.service.next_request(self._seq + 1) if self.service is not None else None
 
     def _record(self, result: PartResult, done: Sequence[int]) -> None:
         """Record the keys of slots whose save has ended, before vLLM is answered anything that depends on them."""
@@ -168,9 +192,11 @@ class HostAllocator:
         return True
 
     def shut_down(self) -> None:
-        """Write what is recorded, if the disk does not hang."""
+        """Write what is recorded, if the disk does not hang, and notify the service."""
         if self._keys is not None:
             self._keys.close(CLOSE_S)
+        if self.service is not None:
+            self.service.close()
 
     def take_ends(self) -> tuple[Sequence[int], Sequence[int]]:
         """Return jobs that are done, and slots of requests that the allocator has preempted, since the last call."""
@@ -181,6 +207,12 @@ class HostAllocator:
     def close(self, has_copies: bool) -> list[PartOrders]:
         """End the step; returns the orders of its parts, in order."""
         self.apply(Part(), last=True)
+        if self.service is not None:
+            applied, self._applied = self._applied, []
+            parts, results = [part for part, _ in applied], [one.parts[0] for _, one in applied]
+            step = Step(self.epoch, self._seq, parts, executed_through=self._reported)
+            published = applied[-1][1].published_through
+            self.service.send(step, StepResult(self._seq, 0, results, published))
         if has_copies:
             self.last_copies = self._seq
         self._part, orders = 0, self._orders

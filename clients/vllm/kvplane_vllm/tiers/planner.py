@@ -18,78 +18,34 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum, auto
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from kvplane.base.errors import KvplaneError
 from kvplane.base.groups import GroupKind
+from kvplane.base.hashing import split_hashes
+from kvplane.base.prefetch import Prefetch
+from kvplane.base.retain import Retain
 from kvplane.base.sections import AdmitRow
+from kvplane.base.session import CacheRequest
 from kvplane.base.step import ANY_HIT, UNLIMITED, AdmitStatus, Cache, End, News, Part, PartResult, RowFlag
 from kvplane_core.face.part_rows import RunRow, Update, admit_section, facts_section, news_section, run_section
+from kvplane_vllm.tiers import hints
 from kvplane_vllm.tiers.host import HostAllocator
 from kvplane_vllm.tiers.messages import Copies, Progress, StepOrders
+from kvplane_vllm.tiers.shadows import Counts, Prompt, Shadow, State, blocks_of, computed_of, overwritten_by
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 _log = logging.getLogger("vllm.kvplane")
 MOST_LOADS = 3  # of one request from the disk, before vLLM takes its hit: one may fail, or be evicted before
 MOST_SHADOWS = 1 << 13
-
-
-class State(Enum):
-    """Where a shadow is."""
-
-    IDLE = auto()  # it holds no blocks
-    FETCHING = auto()  # the disk is read into its blocks
-    LOADING = auto()  # its blocks are copied to those of vLLM
-    RUNNING = auto()  # vLLM has computed tokens of it
-
-
-@dataclass(slots=True)
-class Shadow:
-    """The shadow of a request.
-
-    Attributes:
-        slot: of the allocator.
-        num_tokens, num_hashes: of the request, as the allocator knows them.
-        held: leading tokens whose blocks the shadow holds or that are being copied.
-        asked: tokens that vLLM had of its own when it asked last.
-        job: load from the disk in flight.
-        since: when it began to wait for the disk; 0 = it does not.
-        tries: loads from the disk since vLLM took a hit.
-        is_over: vLLM's request has ended, and its load has not.
-        is_computed: a load to the device failed: it would fail again.
-    """
-
-    slot: int
-    request: Request
-    num_tokens: int = 0
-    num_hashes: int = 0
-    state: State = State.IDLE
-    held: int = 0
-    asked: int = 0
-    job: int = 0
-    since: float = 0.0
-    tries: int = 0
-    is_over: bool = False
-    is_computed: bool = False
-
-
-@dataclass(slots=True)
-class Counts:
-    """What happened, in tokens or requests."""
-
-    loaded_tokens: int = 0
-    fetched_loads: int = 0
-    failed_loads: int = 0
-    late_loads: int = 0
-    refused: int = 0  # times that there was no room in host memory for what a request loads or saves
-    unsaved: int = 0  # requests that lost a block before it could be saved
-    mismatched: int = 0  # hits with other blocks than vLLM has for them
+MOST_ASKED = 64  # hints that wait; the oldest are forgotten
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,22 +71,26 @@ class Planner:
         self._state_groups = [at for at, group in enumerate(spec.groups) if group.kind is GroupKind.MAMBA]
         # No look-up finds such a hit: a row that expects it is answered with the hit there is, and changes nothing.
         self._no_hit = spec.max_model_len
-        self._has_disk = bool(spec.tiers)
+        self._load = int(RowFlag.LOAD) if spec.tiers else 0
         self._timeout_s, self._clock = load_timeout_s, clock
         self._shadows: dict[str, Shadow] = {}
         self._by_slot: dict[int, Shadow] = {}
         self._news: list[News] = []
         self._free_slots: list[int] = []
-        self._num_slots = 0
+        self._num_slots = self._num_prompts = 0
         self._loads: dict[str, list[Copies] | None] = {}
         self._lost: set[int] = set()  # slots of shadows that lost what they got in this step
         self._is_broken = False
+        self._asked: deque[CacheRequest] = deque()  # by hints of vLLM
+        self._prompts: list[Shadow] = []  # that the disk is read for, without a request
+        self._retained_until_ns = 0  # the earliest end of what is retained; 0 = nothing is
         self._busy_since: tuple[tuple[int, int], float] | None = None  # how far copies and jobs were, and since when
 
     # -- what is stored ----------------------------------------------------------------------------------------------
 
     def matched(self, request: Request, num_computed: int) -> int | None:
         """Return how many tokens behind the computed ones are loaded; None: vLLM asks again with the next step."""
+        self._carry_out()
         shadow = None if request.skip_reading_prefix_cache else self._shadow_of(request)
         if shadow is None:
             return 0
@@ -140,7 +100,7 @@ class Planner:
             return 0
         if shadow.since and not self._has_waited(shadow):
             return None
-        flags = int(RowFlag.LOAD) if self._has_disk and shadow.tries < MOST_LOADS else 0
+        flags = self._load if shadow.tries < MOST_LOADS else 0
         found = self._hit_of(shadow, flags)
         if flags and found > num_computed:
             in_host = self._hit_of(shadow)
@@ -155,7 +115,7 @@ class Planner:
         """Whether the disk has been read for a shadow, or may be now, or the time for that is over."""
         self.host.open_if_ended()
         self._take_ends()
-        if self._clock() - shadow.since <= self._timeout_s:
+        if self._is_in_time(shadow):
             return shadow.state is not State.FETCHING
         self.counts.late_loads += 1
         _log.warning("request %s is not loaded: the disk has not answered in time", shadow.request.request_id)
@@ -165,7 +125,7 @@ class Planner:
 
     def _fetch(self, shadow: Shadow) -> bool:
         """Let the disk be read for a shadow; returns whether it is, or may be when the reads for others have ended."""
-        row = AdmitRow(shadow.slot, cap=0, min_new=0, flags=int(RowFlag.LOAD), expected_hit=ANY_HIT)
+        row = AdmitRow(shadow.slot, cap=0, min_new=0, flags=self._load, expected_hit=ANY_HIT)
         result = self._apply(admits=[row])
         status = AdmitStatus(result.admit_status[0])
         if status is not AdmitStatus.GRANTED:
@@ -206,6 +166,7 @@ class Planner:
 
     def orders(self, output: SchedulerOutput) -> StepOrders:
         """Return what the workers do with this step."""
+        self._carry_out()
         before = self.host.seq if self.host.executed < self.host.last_copies else 0
         saves = [] if self._is_broken else self._saves(output)
         loads, self._loads = self._loads, {}
@@ -216,7 +177,7 @@ class Planner:
             orders.parts = self.host.close(has_copies=bool(saves or loads))
             orders.seq = self.host.seq
         if before:
-            orders.overwritten = _overwritten(output, loads)
+            orders.overwritten = overwritten_by(output, loads)
         return orders
 
     def _saves(self, output: SchedulerOutput) -> list[Copies]:
@@ -224,7 +185,7 @@ class Planner:
         facts, runs, grows, new = list[Update](), list[RunRow](), list[_Grows](), list[tuple[int, _Grows]]()
         shadows, unit, scheduled = self._shadows, self._unit, output.num_scheduled_tokens
         states: Mapping[int, int] = {}
-        for name, computed in _computed(output):
+        for name, computed in computed_of(output):
             shadow = shadows.get(name)
             if shadow is None or computed + scheduled[name] < shadow.held + unit:
                 continue  # no block is full that was not: so are most decodes
@@ -291,7 +252,7 @@ class Planner:
             self._end(shadow, End.PREEMPTED)
             return []
         shadow.state, shadow.held = State.RUNNING, one.end
-        theirs = [*_tables(state, shadow.request.request_id)]
+        theirs = [*blocks_of(state, shadow.request.request_id)]
         for group, block in one.states.items():
             theirs[group] = [0] * (one.end // self._sizes[group] - 1) + [block]
         copies = self._copies(shadow, theirs, one.first, one.end)
@@ -336,6 +297,8 @@ class Planner:
 
     def finish(self, request: Request) -> None:
         """A request has ended: its shadow too, when its load has."""
+        self._carry_out()
+        self._take_hints(lambda: hints.retained(request, self._hash_size))
         shadow = self._shadows.get(request.request_id)
         if shadow is not None and shadow.state is State.LOADING:
             shadow.is_over = True
@@ -363,13 +326,13 @@ class Planner:
         """Forget all that is stored; returns False while a request loads or waits for a load, while a copy of a request
         that has ended runs, or if the disk cannot forget.
         """
-        busy = (State.LOADING, State.FETCHING)
-        if any(shadow.state in busy for shadow in self._shadows.values()):
-            return False
-        for shadow in list(self._shadows.values()):
-            if shadow.state is not State.IDLE:
-                self._end(shadow, End.PREEMPTED)
-        is_done = self._apply(cache=Cache(reset=True)).reset_done
+        held = list[Shadow]()
+        if not any(one.state in (State.LOADING, State.FETCHING) for one in self._shadows.values()):
+            held = [one for one in self._shadows.values() if one.held]
+        rows = [Update(one.slot, end=End.PREEMPTED) for one in held]
+        for shadow in held:
+            shadow.state, shadow.held = State.IDLE, 0
+        is_done = self._apply(rows, cache=Cache(reset=True)).reset_done  # not where a block is held
         return is_done and self.host.forget()
 
     @property
@@ -383,9 +346,70 @@ class Planner:
             self._busy_since = state, now
         return now - self._busy_since[1] <= self._timeout_s
 
+    # -- what callers ask for ------------------------------------------------------------------------------------------
+
+    def new_request(self, request: Request) -> None:
+        """Take the hints of a new request."""
+        self._take_hints(lambda: hints.prefetches(request, self.host.replica.spec))
+
+    def _take_hints(self, read: Callable[[], list[CacheRequest]]) -> None:
+        try:
+            self._asked += read()
+        except KvplaneError as error:
+            _log.warning("%s", error)
+        while len(self._asked) > MOST_ASKED:
+            self._asked.popleft()
+
+    def _carry_out(self) -> None:
+        """Begin a step with what a caller of the service asks for, or a hint; and let what is retained end in time."""
+        if self.host.is_open or self._news or self._is_broken:
+            return
+        for one in [one for one in self._prompts if one.state is not State.FETCHING or not self._is_in_time(one)]:
+            self._prompts.remove(one)
+            self._end(one, End.FREE)
+        if self.host.is_open:
+            return
+        asked = self.host.next_request() or (self._asked.popleft() if self._asked else None)
+        if asked is None:
+            if 0 < self._retained_until_ns <= time.time_ns():
+                self._retain(Retain())
+        elif asked.rows is None:
+            self._apply(cache=Cache(evicted=list(asked.blocks))) if not asked.reset else self.reset()
+        elif asked.rows.prefetch.slot:
+            self._prefetch(asked.rows.prefetch)
+        else:
+            self._retain(asked.rows.retain)
+
+    def _prefetch(self, rows: Prefetch) -> None:
+        """Let the disk be read for a prompt without a request. What was read stays in host memory as any block."""
+        self._num_prompts += 1
+        hashes = split_hashes(bytes(rows.hashes), len(rows.hashes) // rows.num_hashes[0])
+        num_tokens = min(len(hashes) * self._hash_size + 1, self._no_hit)
+        shadow = self._shadow_of(Prompt(f"prefetch-{self._num_prompts}", num_tokens, hashes))
+        if shadow is None:
+            self._apply()  # the answer: nothing is copied
+            return
+        shadow.since = self._clock()
+        self._fetch(shadow)
+        if shadow.job:
+            self._prompts.append(shadow)
+        else:
+            self._end(shadow, End.FREE)
+
+    def _is_in_time(self, shadow: Shadow) -> bool:
+        return self._clock() - shadow.since <= self._timeout_s
+
+    def _retain(self, rows: Retain) -> None:
+        """Retain a prefix, or release it; and release what has ended. Times are on the clock of this process."""
+        now = time.time_ns()
+        ends = [now + max(0, end - rows.now_ns[0]) if end else 0 for end in rows.until_ns]
+        part = Part(retain=replace(rows, until_ns=ends, now_ns=[now]))
+        self._retained_until_ns = next(iter(self.host.apply(part).retained.next_end_ns), 0)
+        self._take_ends()
+
     # -- shadows -------------------------------------------------------------------------------------------------------
 
-    def _shadow_of(self, request: Request) -> Shadow | None:
+    def _shadow_of(self, request: Request | Prompt) -> Shadow | None:
         """Return the shadow of a request, a new one if it has none; None where there is none."""
         shadow = self._shadows.get(request.request_id)
         if shadow is not None and shadow.request is request:
@@ -456,31 +480,3 @@ class Planner:
             if one is not None and one.state is State.FETCHING:
                 one.state, one.held, one.job = State.IDLE, 0, 0
                 self.counts.failed_loads += 1
-
-
-def _computed(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
-    """Yield the requests of a step, with their computed tokens before it."""
-    for one in output.scheduled_new_reqs:
-        yield one.req_id, one.num_computed_tokens
-    cached = output.scheduled_cached_reqs
-    yield from zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-
-
-def _tables(state: KVConnectorBlockState | None, name: str) -> Sequence[Sequence[int]]:
-    found = state.get_block_ids(name) if state is not None else None
-    assert found is not None, "vLLM gives the blocks of each request that it schedules"
-    return found
-
-
-def _overwritten(output: SchedulerOutput, loads: dict[str, list[Copies] | None]) -> set[int]:
-    """Return the blocks that a step may zero, copy into, load into or compute; further ones do no harm.
-
-    What it computes is stored in blocks that it allocates, or behind the full blocks of a table, which no save reads.
-    """
-    rows = [one.block_ids for one in output.scheduled_new_reqs]
-    rows += [row for row in output.scheduled_cached_reqs.new_block_ids if row is not None]
-    found = set(chain.from_iterable(chain.from_iterable(rows)))
-    found.update(output.new_block_ids_to_zero or ())
-    found.update(copy.dst_block_id for copy in output.kv_cache_block_copies or ())
-    found.update(block for copies in loads.values() for one in copies or () for block in one.device)
-    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import SavePolicy, TierKind, TierSpec
 from kvplane.base.units import parse_bytes, parse_duration
+from kvplane_vllm.target import ACCESS, FIXED_HASHES, MODEL_NAME, Target, of_rank, shown, target_of
 from kvplane_vllm.tiers.layout import host_plan, row_bytes
 
 if TYPE_CHECKING:
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 FIELD = "kv_transfer_config.kv_connector_extra_config"
-OPTIONS = ("host", "disk", "disk_size", "save", "load_timeout")
-FIXED_HASHES = ("sha256", "sha256_cbor")
+OPTIONS = ("host", "disk", "disk_size", "save", "load_timeout", "address", "replica", *ACCESS)
+RETAINED_PERCENT = 25  # of host memory and of the disk, for one owner
 LEAVE_OUT = "leave --kv-transfer-config out"
 
 Problem = tuple[str, str, str, Callable[["VllmConfig"], Any]]  # problem, field, remedy, whether it is there
@@ -70,6 +71,14 @@ REFUSED: tuple[Problem, ...] = (
         lambda one: one.model_config.enable_sleep_mode,
     ),
 )
+REFUSED_WITH_SERVICE: tuple[Problem, ...] = (
+    (
+        "a service cannot compute block hashes of this algorithm that callers could name",
+        "cache_config.prefix_caching_hash_algo",
+        "give --prefix-caching-hash-algo sha256, or leave address out",
+        lambda one: one.cache_config.prefix_caching_hash_algo not in FIXED_HASHES,
+    ),
+)
 REFUSED_WITH_DISK: tuple[Problem, ...] = (
     (
         "block hashes of this algorithm differ between processes",
@@ -96,6 +105,7 @@ class Settings:
         disk_bytes: of the disk tier, of each rank.
         save: when blocks in host memory are copied to the disk.
         load_timeout_s: how long a request waits for the disk before it is computed.
+        service: follows the tiers; None = no service knows them.
     """
 
     host_bytes: int
@@ -103,6 +113,7 @@ class Settings:
     disk_bytes: int
     save: SavePolicy
     load_timeout_s: float
+    service: Target | None = None
 
 
 def settings_of(config: VllmConfig) -> Settings:
@@ -111,21 +122,26 @@ def settings_of(config: VllmConfig) -> Settings:
     """
     transfer = config.kv_transfer_config
     assert transfer is not None, "vLLM makes a connector for a kv_transfer_config"
-    given: Mapping[str, Any] = transfer.kv_connector_extra_config
+    given: dict[str, Any] = transfer.kv_connector_extra_config
     for name, value in given.items():
         if name not in OPTIONS:
             raise _wrong(name, f"{name!r} is not one of the options {', '.join(OPTIONS)}", "leave it out")
         if not isinstance(value, str) or not value:
             raise _wrong(name, f"{value!r} is not a text", 'write it in quotes, such as "64GiB"')
     disk = given.get("disk")
-    if (disk is None) != ("disk_size" not in given):
-        raise _wrong("disk_size", "disk and disk_size need each other", "give both, or neither")
+    for one, other in (("disk", "disk_size"), ("address", "replica")):
+        if (one in given) != (other in given):
+            raise _wrong(other, f"{one} and {other} need each other", "give both, or neither")
+    for name in ACCESS:
+        if name in given and "address" not in given:
+            raise _wrong(name, "it is for a service, and there is no address", "give address and replica too")
     if "host" not in given:
         raise _wrong("host", "it is missing: what is on the disk passes through host memory", 'give "host": "8GiB"')
     policies = [one.value for one in SavePolicy]
     if given.get("save", policies[0]) not in policies:
         raise _wrong("save", f"{given['save']!r} is no policy", f"give one of {', '.join(policies)}")
-    for problem, field, remedy, applies in (*REFUSED, *(REFUSED_WITH_DISK if disk else ())):
+    more = (*(REFUSED_WITH_DISK if disk else ()), *(REFUSED_WITH_SERVICE if "address" in given else ()))
+    for problem, field, remedy, applies in (*REFUSED, *more):
         if applies(config):
             raise InvalidArgument(f"kvplane's tiers do not run with this engine: {problem}", field=field, remedy=remedy)
     return Settings(
@@ -134,7 +150,16 @@ def settings_of(config: VllmConfig) -> Settings:
         parse_bytes(given["disk_size"], f"{FIELD}.disk_size") if disk else 0,
         SavePolicy(given.get("save", SavePolicy.THROUGH.value)),
         parse_duration(given.get("load_timeout", "10s"), f"{FIELD}.load_timeout"),
+        _service_of(config, given) if "address" in given else None,
     )
+
+
+def _service_of(config: VllmConfig, given: dict[str, str]) -> Target:
+    kvplane = (config.additional_config or {}).get("kvplane", {})
+    if given["replica"] == kvplane.get("replica"):
+        raise _wrong("replica", "it is that of the device", "give the tiers a replica of their own")
+    name = {MODEL_NAME: shown(config.model_config.served_model_name)}
+    return target_of(of_rank(config, given, FIELD) | name, FIELD)
 
 
 def check_groups(config: KVCacheConfig) -> None:
@@ -172,7 +197,7 @@ def tiers_of(config: KVCacheConfig, settings: Settings) -> tuple[int, tuple[Tier
         raise _wrong(
             "disk_size", f"{settings.disk_bytes} bytes have room for no block of {slot_bytes} bytes", "give more"
         )
-    return num_blocks, (TierSpec(TierKind.DISK, num_slots, settings.save),)
+    return num_blocks, (TierSpec(TierKind.DISK, num_slots, settings.save, retained_percent=RETAINED_PERCENT),)
 
 
 def _wrong(option: str, problem: str, remedy: str) -> InvalidArgument:

@@ -69,7 +69,8 @@ def _description(answer: DescribeReplicaResponse) -> Iterator[str]:
     running = counted(answer.running_requests, "running request")
     if answer.HasField("waiting_requests"):
         running += f", {answer.waiting_requests} wait for admission"
-    yield f"pool: {usable - answer.free_blocks:,} of {counted(usable, 'block')} held by {running}"
+    place = f" in {tier_word(answer.spec.pool)} memory" if answer.spec.pool else ""
+    yield f"pool: {usable - answer.free_blocks:,} of {counted(usable, 'block')}{place} held by {running}"
     if answer.spec.eviction > EvictionPolicy.EVICTION_POLICY_LRU:
         hints = f", hints below {answer.spec.hint_values}" if answer.spec.hint_values else ""
         yield f"eviction: {word(EvictionPolicy.Name(answer.spec.eviction), 'EVICTION_POLICY_')}{hints}"

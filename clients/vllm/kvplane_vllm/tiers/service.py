@@ -1,0 +1,67 @@
+"""The service that follows the tiers: there they are a replica of their own, whose pool is host memory.
+
+It has each step of the allocator, and so all that it has of any replica that it follows; and it passes on what callers
+ask: to evict blocks, to forget all, to retain a prefix, or to read a prompt from the disk.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from kvplane.base.session import CacheRequest
+from kvplane.base.step import Step, StepResult
+from kvplane.blocking.mirror import MirrorSender
+from kvplane_vllm.engine_lock import EngineLock
+from kvplane_vllm.following import last_epoch, sender_of
+
+if TYPE_CHECKING:
+    from kvplane_core.face.native import NativeReplica
+    from kvplane_vllm.target import Target
+
+
+class Service:
+    """The sender of the steps.
+
+    Attributes:
+        known_epoch: the newest epoch of the replica at the service; 0 if it has none, or cannot be reached.
+    """
+
+    def __init__(self, target: Target) -> None:
+        """Wait for the service only to ask for the last epoch, for a limited time. Raises OtherWriter if another engine
+        process of this host writes the replica.
+        """
+        self._target, self._lock = target, EngineLock(target.address, target.replica)
+        self.known_epoch = last_epoch(target)
+        self._sender: MirrorSender | None = None
+        self._asked: deque[CacheRequest] = deque()
+        self._carried_out: dict[int, int] = {}  # by number of a step: the request that it carries out
+
+    @property
+    def sender(self) -> MirrorSender:
+        """The sender, when the allocator is made."""
+        assert self._sender is not None, "the allocator is made"
+        return self._sender
+
+    def begin(self, replica: NativeReplica) -> None:
+        """Send the state of the allocator, and from then on its steps."""
+        self._sender = sender_of(self._target, replica, takes_rows=True)
+
+    def send(self, step: Step, result: StepResult) -> None:
+        """Send a step that has ended. Never waits."""
+        carried_out, self._carried_out = self._carried_out, {}
+        self.sender.submit([(step, result)], carried_out)
+
+    def next_request(self, seq: int) -> CacheRequest | None:
+        """Return what a caller asks for, to be carried out in the first part of this step; None = nothing."""
+        self._asked += self.sender.take_cache_requests()
+        if not self._asked:
+            return None
+        request = self._asked.popleft()
+        self._carried_out[seq] = request.number
+        return request
+
+    def close(self) -> None:
+        """Notify the service that the engine leaves."""
+        self.sender.close()
+        self._lock.release()
