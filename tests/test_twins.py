@@ -34,6 +34,7 @@ ISSUED = """
     a process that continues trims the log, a cancel that leaks, no deadline of a step, no deadline of the store,
     release fails on the log of another process, loads known by name,
     the lease is renewed after the records are read,
+    a lost table is complete, owners are dropped early, grants held for a lease, a deleted Lease comes back,
     epoch raised by a forged row, unsealed record accepted, record of another place accepted,
     redirect followed blindly, limit checked after building,
     idle check over a change,

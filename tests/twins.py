@@ -276,6 +276,43 @@ def release_held_at_resume(real: Real) -> Real:
     return open_session
 
 
+def complete_at_once(real: Real) -> Real:
+    def new_table(self: Any) -> Any:
+        return replace(real(self), is_complete=True)
+
+    return new_table
+
+
+def ended_after_half(real: Real) -> Real:
+    def ended(self: Any, table: Any, now_ns: int) -> Any:
+        lease_ns = self._lease_ns
+        self._lease_ns = lease_ns // 2
+        try:
+            return real(self, table, now_ns)
+        finally:
+            self._lease_ns = lease_ns
+
+    return ended
+
+
+def held_since_the_answer(real: Real) -> Real:
+    async def attempt(self: Any, edit: Any) -> None:
+        await real(self, edit)
+        self._until_ns = self._runtime.clock() + self._lease_ns
+
+    return attempt
+
+
+def without_uid(real: Real) -> Real:
+    async def replace_any(self: Any, version: str | None, raw: bytes) -> bool:
+        last, found = self._read
+        metadata = {key: value for key, value in found.get("metadata", {}).items() if key != "uid"}
+        self._read = last, {**found, "metadata": metadata}
+        return bool(await real(self, version, raw))
+
+    return replace_any
+
+
 def renew_after_reading(_: Real) -> Real:
     """Renew the lease and read the records of all replicas in turn."""
 
@@ -1206,6 +1243,22 @@ TWINS: dict[str, Twin] = {
     "release fails on the log of another process": Twin(
         "a service that releases a replica leaves a log that another process writes",
         (Patch(f"{SERVICE}.store.keeper:Keeper.has_engine", expect_a_registration),),
+    ),
+    "a lost table is complete": Twin(
+        "after a table of owners is lost, nothing is granted for a lease",
+        (Patch(f"{SERVICE}.store.grants:Grants._new_table", complete_at_once),),
+    ),
+    "owners are dropped early": Twin(
+        "a process is dropped when it has not renewed for a whole lease of the clock of the reader",
+        (Patch(f"{SERVICE}.store.grants:Grants._ended", ended_after_half),),
+    ),
+    "grants held for a lease": Twin(
+        "a process holds what it was granted for 2/3 of a lease from when it sent the renewal",
+        (Patch(f"{SERVICE}.store.grants:Grants._attempt", held_since_the_answer),),
+    ),
+    "a deleted Lease comes back": Twin(
+        "an update of a Lease states its uid, so that it does not create a deleted one again",
+        (Patch(f"{SERVICE}.store.lease:LeaseTable.replace", without_uid),),
     ),
     "the lease is renewed after the records are read": Twin(
         "a service renews its lease while it reads the records of its replicas",

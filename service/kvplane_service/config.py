@@ -184,9 +184,7 @@ class Config(BaseModel):
     store_password: SecretStr = SecretStr("")
     """Password for Redis; set it by the environment variable, which does not show in the list of processes."""
     store_tls_ca: str = ""
-    """PEM file of the certificate authorities that the service verifies Redis against; empty = the authorities of the
-    system.
-    """
+    """PEM file of the certificate authorities that Redis is verified against; empty = those of the system."""
     store_tls_cert: str = ""
     """PEM file of the certificate that the service presents to Redis."""
     store_tls_key: str = ""
@@ -199,10 +197,20 @@ class Config(BaseModel):
     """Time after which a store deletes the keys of a replica that has expired, and Redis those that no service has
     renewed.
     """
-    owner_lease_ms: Millis = 5000
-    """Lease of a service in a shared store. When it expires, another service takes over a replica as soon as a client
-    asks for that replica.
+    ownership: str = "store"
+    """Where services that share a store agree which of them owns a replica, all alike: store (leases in it, which are
+    hints), lease:[NAMESPACE/]NAME (grants in a Kubernetes Lease) or etcd:http[s]://HOST:PORT,... (grants in etcd).
     """
+    ownership_ca: str = ""
+    """PEM file of the authorities of the API server (empty = the pod's) or etcd (empty = those of the system)."""
+    ownership_token: str = ""
+    """File with the bearer token for the API server, read for each call; empty = that of the pod's service account."""
+    ownership_cert: str = ""
+    """PEM file of the certificate that the service presents to etcd."""
+    ownership_key: str = ""
+    """PEM file of the private key of `ownership_cert`."""
+    owner_lease_ms: Millis = 5000
+    """Lease of a service. When it expires, another service takes over a replica as soon as a client asks for it."""
     store_flush_ms: Millis = 100
     """Pause between two writes to the store; all changes within a pause are written together."""
     store_lag_entries: Count = 100_000
@@ -386,7 +394,11 @@ def check_together(config: Config) -> None:
 
 def _contradictions(config: Config) -> Iterator[tuple[bool, str, str, str]]:
     """Yield for each rule: True if the configuration violates it, the key at fault, the problem, the remedy."""
-    for cert, key in (("tls_cert", "tls_key"), ("store_tls_cert", "store_tls_key")):
+    for cert, key in (
+        ("tls_cert", "tls_key"),
+        ("store_tls_cert", "store_tls_key"),
+        ("ownership_cert", "ownership_key"),
+    ):
         has_cert, has_key = bool(getattr(config, cert)), bool(getattr(config, key))
         empty = key if has_cert else cert
         what = f"it is empty, although {cert if empty == key else key} is set"
@@ -409,6 +421,8 @@ def _contradictions(config: Config) -> Iterator[tuple[bool, str, str, str]]:
         what = "it is empty, so that every token signed with a key of auth_jwks would be accepted"
         yield not has and bool(config.auth_jwks), key, what, "set it to the value that your tokens state"
         yield has and not config.auth_jwks, "auth_jwks", f"it is empty, although {key} is set", "name a JWKS file"
+    is_alone = config.ownership != "store" and not config.store.startswith(("redis", "memory"))
+    yield is_alone, "ownership", f"services cannot share {config.store!r}", "leave it `store`, or use Redis"
     what = "it is set, although metrics_listen is empty"
     is_unused = bool(config.metrics_token_file) and not config.metrics_listen
     yield is_unused, "metrics_token_file", what, "set metrics_listen, or leave metrics_token_file empty"

@@ -47,6 +47,7 @@ RESOURCES = {
     "cert-manager.io/v1": {"certificates": "Certificate"},
     "monitoring.coreos.com/v1": {"prometheusrules": "PrometheusRule", "servicemonitors": "ServiceMonitor"},
     "networking.k8s.io/v1": {"networkpolicies": "NetworkPolicy"},
+    "rbac.authorization.k8s.io/v1": {"roles": "Role", "rolebindings": "RoleBinding"},
     "policy/v1": {"poddisruptionbudgets": "PodDisruptionBudget"},
 }
 # What an update may not change.

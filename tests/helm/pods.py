@@ -21,15 +21,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from kvplane_service.store.json_api import Endpoint
 from tests.helm.charts import NAMESPACE, ROOT, Object
-from tests.store.servers import redis_command, wait_until
+from tests.store import apiserver
+from tests.store.servers import make_certificates, redis_command, wait_until
 
 KVPLANE = [sys.executable, "-c", "from kvplane_tools.cli import main; main()"]
 NODE_NAME = "node-1"
@@ -106,6 +109,7 @@ class Machine:
         self.folder = folder
         self.addresses: dict[str, str] = {}
         self.pods: list[Pod] = []
+        self.api: Endpoint | None = None
         self.look_at(objects)
 
     def look_at(self, objects: list[Object]) -> None:
@@ -192,6 +196,9 @@ class Pod:
     def environment(self, container: Object) -> dict[str, str]:
         """The variables of the manifest, and those that the interpreter needs to find modules."""
         found = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
+        if self.machine.api is not None:
+            at = urlsplit(self.machine.api.url)
+            found |= {"KUBERNETES_SERVICE_HOST": str(at.hostname), "KUBERNETES_SERVICE_PORT": str(at.port)}
         return found | {name: self.put_in(value) for name, value in self._variables(container).items()}
 
     def put_in(self, text: str) -> str:
@@ -301,6 +308,11 @@ class Pod:
     def _fill(self, volume: Object) -> None:
         folder = self._folder_of(volume["name"])
         folder.mkdir(parents=True, exist_ok=True)
+        for one in volume.get("projected", {}).get("sources", ()):
+            assert self.machine.api is not None, "only a role needs a token"
+            kind, path = ("token", one.get("serviceAccountToken")) if "serviceAccountToken" in one else ("ca", None)
+            name = path["path"] if path else one["configMap"]["items"][0]["path"]
+            shutil.copy(getattr(self.machine.api, kind), folder / name)
         for kind, source, key in (("ConfigMap", "configMap", "name"), ("Secret", "secret", "secretName")):
             if source not in volume:
                 continue
@@ -350,10 +362,14 @@ def machine(objects: list[Object], *secrets: Object) -> Iterator[Machine]:
     """A node for these manifests and existing secrets. Its directory has a short path, because of sockets."""
     with tempfile.TemporaryDirectory(prefix="kv") as folder:
         node = Machine([*objects, *secrets], Path(folder))
-        try:
+        with ExitStack() as stack:
+            for role in (one for one in objects if one["kind"] == "Role"):  # an API server that permits what it states
+                certificates = make_certificates(Path(folder) / "api").parent
+                state, node.api = stack.enter_context(apiserver.serving(Path(folder), certificates))
+                (rule,) = role["rules"]
+                state.verbs, (state.name,), state.namespace = set(rule["verbs"]), rule["resourceNames"], NAMESPACE
+            stack.callback(node.kill)
             yield node
-        finally:
-            node.kill()
 
 
 def secret(name: str, **data: bytes | str) -> Object:

@@ -132,6 +132,29 @@ def test_pods_are_restricted(case):
                 assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 
 
+def test_the_role_permits_one_lease_and_only_the_service_has_a_token(case):
+    _, objects = case
+    roles, bindings = ([one for one in objects if one["kind"] == kind] for kind in ("Role", "RoleBinding"))
+    owns = [configuration(objects)["ownership"]] if serves(objects) and "ownership" in configuration(objects) else []
+    assert len(roles) == len(bindings) == len([one for one in owns if one.startswith("lease:")])
+    assert not [one for one in objects if one["kind"].startswith("ClusterRole")]
+    for role, binding in zip(roles, bindings, strict=True):
+        namespace, name = owns[0].removeprefix("lease:").split("/")
+        named = {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "resourceNames": [name]}
+        assert role["rules"] == [{**named, "verbs": ["get", "create", "update"]}]
+        assert role["metadata"]["namespace"] == binding["metadata"]["namespace"] == namespace
+        assert binding["roleRef"]["name"] == role["metadata"]["name"]
+        account = the(objects, "StatefulSet")["spec"]["template"]["spec"]["serviceAccountName"]
+        assert binding["subjects"] == [{"kind": "ServiceAccount", "name": account, "namespace": namespace}]
+    containers = [
+        container["name"]
+        for spec in pod_specs(objects)
+        for container in spec["containers"]
+        if any(mount["name"] == "account" for mount in container.get("volumeMounts", ()))
+    ]
+    assert containers == ["kvplane"] * len(roles)
+
+
 def test_only_pods_of_workers_on_nodes_need_a_privileged_namespace(case):
     name, objects = case
     needing = [

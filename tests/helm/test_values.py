@@ -67,6 +67,22 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"store": {**EXTERNAL, "sealing": {"enabled": False, "existingSecret": "s"}}},
         "but nothing is sealed",
     ),
+    "etcd without members": (
+        {"store": EXTERNAL, "ownership": {"type": "etcd"}},
+        "and ownership.type is etcd: give etcdUrls with type etcd",
+    ),
+    "members of etcd for a Lease": (
+        {"store": EXTERNAL, "ownership": {"etcdUrls": "http://e:2379"}},
+        "ownership.etcdUrls names the members of etcd, and ownership.type is lease",
+    ),
+    "owners of a store for one": (
+        {"ownership": {"type": "etcd", "etcdUrls": "http://e:2379"}},
+        "ownership.type is etcd, but store.type none is for one process",
+    ),
+    "a Lease for every pod": (
+        {"store": EXTERNAL, "serviceAccount": {"create": False}},
+        "so that every pod of the namespace could take the Lease",
+    ),
     "access to nothing": ({"access": {"tokenKey": "t"}}, "access names keys of a secret"),
     "half a pair of a client": (
         {"access": {"existingSecret": "s", "certKey": "c"}},

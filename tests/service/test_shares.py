@@ -26,9 +26,11 @@ BOUNDED = {
     "kvplane_service/rpc/session.py": "one stream's writers",
     "kvplane_service/rpc/ttrpc.py": "by owner",
     "kvplane_service/runtime/rota.py": "by owner",
+    "kvplane_service/store/grants.py": "changes of the table of owners, each within its deadline",
     "kvplane_service/store/journal.py": "one replica's changes; the store's backlog is limited",
     "kvplane_service/store/loading.py": "reads of logs by the service itself",
     "kvplane_service/store/opening.py": "the store's calls, in their order",
+    "kvplane_service/store/owning.py": "the table's calls, in their order",
     "kvplane_service/store/ownership.py": "one replica that is adopted",
     "kvplane_service/store/redis_store.py": "the store's calls",
     "kvplane_service/store/sqlite.py": "the store's calls",
@@ -75,4 +77,5 @@ def test_only_resources_of_the_service_itself_are_in_order():
     assert {file for file, name in made() if name == InOrder.__name__} == {
         "kvplane_service/process/app.py",
         "kvplane_service/store/opening.py",
+        "kvplane_service/store/owning.py",
     }

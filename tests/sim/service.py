@@ -31,7 +31,8 @@ from kvplane_service.rpc.session import SessionStreams
 from kvplane_service.rpc.workers import WorkersServicer
 from kvplane_service.store.keeper import Entropy, Keeper
 from kvplane_service.store.offloaded import OffloadedShared
-from kvplane_service.store.ownership import Durable, Ownership, OwnerUnknown
+from kvplane_service.store.owners import OwnerUnknown, StoreOwners
+from kvplane_service.store.ownership import Durable, Ownership
 from kvplane_service.store.registration import unpack_record
 from kvplane_service.store.writer import Runtime
 from tests.core import compared
@@ -82,7 +83,8 @@ class Service:
         entropy = Entropy(lambda: _EPOCH_MS + world.loop.clock_ns() // 1_000_000, lambda: rng.getrandbits(64) | 1)
         self.keeper = Keeper(self.registry, config, runtime, entropy)
         probe = partial(world.network.probe, place=address)
-        self.ownership = Ownership(self.registry, config, self.keeper, runtime, probe)
+        owners = StoreOwners(self.keeper, config.owner_lease_ms, probe)
+        self.ownership = Ownership(self.registry, config, self.keeper, runtime, owners)
         self.server = Server(world.network, address, self.process)
         self._is_draining = self._is_ending = self.has_served = False
         self._tasks: list[asyncio.Task[None]] = []

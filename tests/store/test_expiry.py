@@ -17,6 +17,7 @@ from kvplane_service.store.expiry import expire_all
 from kvplane_service.store.keeper import Entropy, Keeper
 from kvplane_service.store.memory import MemoryStore
 from kvplane_service.store.offloaded import Offloaded
+from kvplane_service.store.owners import StoreOwners
 from kvplane_service.store.ownership import Ownership
 from kvplane_service.store.record import REGISTRATION, seal, unseal
 from kvplane_service.store.registration import ReplicaRecord, pack_record, unpack_record
@@ -39,7 +40,8 @@ class OneService(Service):
         self.registry = Registry(config, clock)
         runtime = Runtime(clock, no_pause, inline, lambda: 0.0)
         self.keeper = Keeper(self.registry, config, runtime, Entropy(lambda: clock.now_ms, lambda: 7))
-        self.ownership = Ownership(self.registry, config, self.keeper, runtime, never)
+        owners = StoreOwners(self.keeper, config.owner_lease_ms, never)
+        self.ownership = Ownership(self.registry, config, self.keeper, runtime, owners)
 
     async def begin(self) -> OneService:
         if self.store is not None:

@@ -22,7 +22,8 @@ from kvplane_service.store.interface import ALIVE, BlockingSharedStore, StoredCh
 from kvplane_service.store.keeper import Entropy, Keeper
 from kvplane_service.store.memory import MemoryStore
 from kvplane_service.store.offloaded import Offloaded, OffloadedShared
-from kvplane_service.store.ownership import Ownership, OwnerUnknown, is_gone
+from kvplane_service.store.owners import Owners, OwnerUnknown, StoreOwners
+from kvplane_service.store.ownership import Ownership, is_gone
 from kvplane_service.store.registration import unpack_record
 from kvplane_service.store.sqlite import SqliteStore
 from kvplane_service.store.writer import Runtime, StoreWriter
@@ -54,6 +55,10 @@ class Net:
     async def is_gone(self, address: str) -> bool:
         return address in self.dead
 
+    def owners(self, keeper: Keeper, runtime: Runtime) -> Owners:
+        del runtime
+        return StoreOwners(keeper, LEASE_MS, self.is_gone)
+
     async def service(self, address: str, **config) -> Service:
         service = Service(self, Config(listen=address, store="redis://unused", owner_lease_ms=LEASE_MS, **config))
         await service.keeper.start(self.awaited)
@@ -71,7 +76,8 @@ class Service:
         self.registry = Registry(config, net.clock)
         runtime = Runtime(net.clock, no_pause, inline, lambda: 0.0)
         self.keeper = Keeper(self.registry, config, runtime, Entropy(lambda: 1, lambda: next(net.draws)))
-        self.ownership = Ownership(self.registry, config, self.keeper, runtime, net.is_gone)
+        owners = net.owners(self.keeper, runtime)
+        self.ownership = Ownership(self.registry, config, self.keeper, runtime, owners)
 
     async def register(self, name: str = "r", spec=HYBRID) -> None:
         self.registry.register(name, Registration(spec))

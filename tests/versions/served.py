@@ -48,6 +48,9 @@ class _Ownership:
     async def release(self, replica: str) -> None:
         """No other service takes it."""
 
+    async def ensure_granted(self, name: str) -> None:
+        """It is the only service."""
+
 
 class Served:
     """One service process on a store, with one replica; its streams are open one after the other."""

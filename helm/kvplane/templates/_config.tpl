@@ -2,7 +2,7 @@
 
 {{/* Configuration keys that values of the chart set, and `config` may not. */}}
 {{- define "kvplane.chartKeys" -}}
-{{ list "listen" "memory_bytes" "metrics_listen" "metrics_token_file" "health_listen" "advertise" "drain_delay_ms" "drain_grace_ms" "store" "store_username" "store_password" "store_tls_ca" "store_tls_cert" "store_tls_key" "store_key_file" "tls_cert" "tls_key" "tls_client_ca" "tls_client_auth" "auth_tokens" "auth_jwks" "auth_jwt_issuer" "auth_jwt_audience" "auth_owners" "audit_log" | toYaml }}
+{{ list "listen" "memory_bytes" "metrics_listen" "metrics_token_file" "health_listen" "advertise" "drain_delay_ms" "drain_grace_ms" "ownership" "ownership_token" "store" "store_username" "store_password" "store_tls_ca" "store_tls_cert" "store_tls_key" "store_key_file" "tls_cert" "tls_key" "tls_client_ca" "tls_client_auth" "auth_tokens" "auth_jwks" "auth_jwt_issuer" "auth_jwt_audience" "auth_owners" "audit_log" | toYaml }}
 {{- end }}
 
 {{/* The address of the store, as the key `store` wants it. */}}
@@ -32,6 +32,13 @@ metrics_token_file: {{ $dir }}/metrics/token
 drain_delay_ms: 0
 drain_grace_ms: {{ mul 1000 (int .Values.drain.graceSeconds) }}
 store: {{ include "kvplane.storeUrl" . | quote }}
+{{- if include "kvplane.lease" . }}
+ownership: {{ printf "lease:%s/%s" .Release.Namespace (include "kvplane.fullname" .) | quote }}
+ownership_ca: {{ $dir }}/account/ca.crt
+ownership_token: {{ $dir }}/account/token
+{{- else if include "kvplane.sharesStore" . }}
+ownership: {{ eq .Values.ownership.type "etcd" | ternary (printf "etcd:%s" .Values.ownership.etcdUrls) "store" | quote }}
+{{- end }}
 {{- with .Values.store.external }}
 {{- if .caKey }}
 store_tls_ca: {{ $dir }}/store/ca.crt

@@ -104,6 +104,16 @@ cluster and generate another one, once per rendering: every object of a renderin
 {{ include "kvplane.fullname" . }}.{{ .Release.Namespace }}.svc.{{ .Values.clusterDomain }}:{{ int .Values.ports.grpc }}
 {{- end }}
 
+{{/* Not empty if service processes can share the store, so that one of them owns a replica. */}}
+{{- define "kvplane.sharesStore" -}}
+{{- if and (include "kvplane.serves" .) (has .Values.store.type (list "external" "builtin")) }}on{{ end -}}
+{{- end }}
+
+{{/* Not empty if the service calls the Kubernetes API: for one Lease. */}}
+{{- define "kvplane.lease" -}}
+{{- if and (include "kvplane.sharesStore" .) (eq .Values.ownership.type "lease") }}on{{ end -}}
+{{- end }}
+
 {{/* Not empty if the service is part of this release; otherwise the release has workers alone. */}}
 {{- define "kvplane.serves" -}}
 {{- if not .Values.gpuWorker.service }}on{{ end -}}
@@ -124,7 +134,8 @@ cluster and generate another one, once per rendering: every object of a renderin
 {{- if .Values.auth.existingSecret }}on{{ end -}}
 {{- end }}
 
-{{/* Fields of every pod of the chart except its containers. No pod calls the Kubernetes API. */}}
+{{/* Fields of every pod of the chart except its containers. No token of the account is mounted, except
+     in the container of a service that has a Lease. */}}
 {{- define "kvplane.podBasics" -}}
 serviceAccountName: {{ include "kvplane.serviceAccountName" . | quote }}
 automountServiceAccountToken: false

@@ -50,6 +50,9 @@
 {{- if include "kvplane.sealSecret" . }}
 - {name: store-keys, mountPath: "{{ $dir }}/store-keys", readOnly: true}
 {{- end }}
+{{- if include "kvplane.lease" . }}
+- {name: account, mountPath: "{{ $dir }}/account", readOnly: true}
+{{- end }}
 {{- include "kvplane.serverMounts" . }}
 {{- with .Values.extraVolumeMounts }}
 {{ toYaml . }}
@@ -115,6 +118,14 @@
     secretName: {{ . | quote }}
     defaultMode: 0440
     items: [{key: {{ $.Values.store.sealing.key | quote }}, path: keys}]
+{{- end }}
+{{- if include "kvplane.lease" . }}
+- name: account
+  projected:
+    defaultMode: 0440
+    sources:
+      - serviceAccountToken: {path: token, expirationSeconds: 3607}
+      - configMap: {name: kube-root-ca.crt, items: [{key: ca.crt, path: ca.crt}]}
 {{- end }}
 {{- include "kvplane.serverVolumes" . }}
 {{- with .Values.extraVolumes }}

@@ -1,7 +1,7 @@
 {{/* Contradicting values: all of them in one message, each with its remedy. */}}
 {{- define "kvplane.validate" -}}
 {{- $wrong := list -}}
-{{- range $check := list "store" "tls" "auth" "scale" "pods" "policy" "router" "worker" "installed" -}}
+{{- range $check := list "store" "tls" "auth" "scale" "pods" "policy" "router" "worker" "ownership" "installed" -}}
 {{- range $line := include (printf "kvplane.validate.%s" $check) $ | splitList "\n" -}}
 {{- with trim $line }}{{ $wrong = append $wrong (printf "  - %s" .) }}{{ end -}}
 {{- end -}}
@@ -46,6 +46,19 @@ store.builtin.maxMemory {{ $store.builtin.maxMemory }} is more than 80 % of reso
 {{- end }}
 {{- if and $store.external.caKey (not (hasPrefix "rediss" $store.external.url)) }}
 store.external.caKey is given, but the url does not use TLS: begin it with rediss
+{{- end }}
+{{- end }}
+
+{{- define "kvplane.validate.ownership" -}}
+{{- $ownership := .Values.ownership }}
+{{- if ne (eq $ownership.type "etcd") (not (empty $ownership.etcdUrls)) }}
+ownership.etcdUrls names the members of etcd, and ownership.type is {{ $ownership.type }}: give etcdUrls with type etcd, and only then
+{{- end }}
+{{- if and (eq $ownership.type "etcd") (not (include "kvplane.sharesStore" .)) }}
+ownership.type is etcd, but store.type {{ .Values.store.type }} is for one process: use external, or leave ownership.type lease
+{{- end }}
+{{- if and (include "kvplane.lease" .) (not .Values.serviceAccount.create) (not .Values.serviceAccount.name) }}
+serviceAccount.name is empty, so that every pod of the namespace could take the Lease: name an account, or set ownership.type=store
 {{- end }}
 {{- end }}
 

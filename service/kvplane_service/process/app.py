@@ -29,7 +29,8 @@ from kvplane_service.runtime.files import allow_connections
 from kvplane_service.store.expiry import expire_in_background
 from kvplane_service.store.keeper import Entropy, Keeper
 from kvplane_service.store.opening import make_store
-from kvplane_service.store.ownership import Durable, Ownership, is_gone
+from kvplane_service.store.ownership import Durable, Ownership
+from kvplane_service.store.owning import make_owners
 from kvplane_service.store.writer import Runtime
 from kvplane_service.telemetry.collector import ServiceCollector
 from kvplane_service.telemetry.holds import Holds
@@ -74,7 +75,8 @@ class App:
         runtime = Runtime(clock, asyncio.sleep, Executor("replicas that come back"), random.random)
         entropy = Entropy(lambda: time.time_ns() // 1_000_000, lambda: secrets.randbelow((1 << 64) - 1) + 1)
         self.keeper = Keeper(self.registry, config, runtime, entropy)
-        self.ownership = Ownership(self.registry, config, self.keeper, runtime, is_gone)
+        owners = make_owners(config, self.keeper, runtime, entropy.draw, environment)
+        self.ownership = Ownership(self.registry, config, self.keeper, runtime, owners)
         self.address = self.metrics_address = ""
         self._tracing: Tracing | None = None
         self.about = About()
@@ -99,7 +101,7 @@ class App:
         store = make_store(self.config)
         if store is not None:
             await self.keeper.start(store)
-            await self.ownership.beat()
+            await self.ownership.begin()
         if self.config.metrics_listen:
             self.metrics_address = await self._metrics.start(self.config.metrics_listen)
         self.about.metrics_address, self.about.tracing = self.metrics_address, self._tracing is not None

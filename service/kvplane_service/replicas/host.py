@@ -74,7 +74,7 @@ class ReplicaHost(HostState):
         Raises:
             StaleEpoch: `epoch` is neither NEW_EPOCH nor one that a session can resume.
             ServiceRestarted: `epoch` is unknown: the service was restarted, or began another life with this number.
-            Unavailable: the store is still being read.
+            Unavailable: the store is still being read, or this service may not begin an epoch of the replica.
             InvalidArgument: the nonce is in use, or stamps or blocks do not fit this pool.
         """
         self._check_sound()
@@ -89,7 +89,7 @@ class ReplicaHost(HostState):
         if self.recovering is not None:
             self.recovering.check_loaded(self.name)
         if request.epoch == NEW_EPOCH:
-            return
+            return self.may_begin()
         if self.recovering is not None:
             self.recovering.observe_epoch(request.epoch)
             raise restarted(f"the service was restarted and lost the requests of {self.name}", self.epoch)

@@ -72,6 +72,7 @@ class HostState:
         self.steps = Applying(replica, self.decisions, self.events, self._hold, clock)
         self.peers: Namespace | None = None  # those whose host tiers this one may read, and its own among them
         self._note_all: Callable[[], None] = _ignore
+        self.may_begin: Callable[[], None] = _ignore  # raises if another service may begin epochs of this replica
         self.memory_had_reset = False  # by the stamps that the engine stated, also before this service started
         self.idle_check = IdleCheck(name, replica, self.steps)
         self._lives = EngineLives(replica, self.events, self._hold, clock, num_ranks)

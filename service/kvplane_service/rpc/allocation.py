@@ -21,7 +21,8 @@ from kvplane_service.rpc.session import SessionStreams
 from kvplane_service.rpc.sources import Planned, names_policy, plan_source
 from kvplane_service.runtime.executors import Executor
 from kvplane_service.runtime.slices import Turns
-from kvplane_service.store.ownership import Durable, OwnerUnknown
+from kvplane_service.store.owners import OwnerUnknown
+from kvplane_service.store.ownership import Durable
 from kvplane_service.unary.calls import EvictCall, PrefetchCall, ResetCall, RetainCall
 
 MAX_PAGE = 1000
@@ -79,6 +80,8 @@ class AllocationServicer:
                     replica = await self._offload(partial(new_replica, planned.spec))
                     self._check_stays()
                     entry = self._registry.add(request.replica, registration, replica)
+            with contextlib.suppress(Unavailable):  # the first epoch needs the grant, a registration does not
+                await self._ownership.ensure_granted(request.replica)
             await self._keeper.flush(request.replica)
         return _registered(planned, entry)
 

@@ -22,7 +22,7 @@ from kvplane.base.errors import (
     StaleEpoch,
     Unavailable,
 )
-from kvplane.base.session import CacheRequest, OpenRequest, Progress
+from kvplane.base.session import NEW_EPOCH, CacheRequest, OpenRequest, Progress
 from kvplane.base.step import Part, Step
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.wire.mirror import Mirrored, cache_request_message, decode_mirrored, progress_message
@@ -108,6 +108,8 @@ class SessionStreams:
         entry = self._registry.get(request.replica)
         await entry.host.idle()
         epoch = request.epoch
+        if epoch == NEW_EPOCH:
+            await self._ownership.ensure_granted(request.replica)
         if request.mirror is None:
             if entry.host.recovering is not None:
                 await entry.host.prove_ahead(request, self._prove)

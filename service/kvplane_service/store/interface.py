@@ -6,6 +6,7 @@ no transactions over several calls and no locks, and nothing is read while the s
 
     IndexStore      what a service calls: awaited, and each call has a timeout
     BlockingStore   the same with blocking calls: a file, or the in-memory store. `Offloaded` adapts it to an IndexStore
+    OwnerTable      which service owns each replica, apart from the index (`grants`)
 """
 
 from __future__ import annotations
@@ -118,6 +119,31 @@ class SharedStore(IndexStore, Protocol):
 
     async def lease(self, service: str) -> bytes | None:
         """Return the bytes of the lease of the service at this address; None if it has none, or its lease has ended."""
+        ...
+
+
+class Stored(NamedTuple):
+    """What a table of owners has: bytes and their version. A version of None: there is no table."""
+
+    raw: bytes
+    version: str | None
+
+
+class OwnerTable(Protocol):
+    """Where the services that share an index agree which of them owns each replica: one small document, replaced by
+    compare-and-set. Apart from the index, which is large and may be lost.
+
+    Every method raises errors of `errors.STORE_ERRORS`; then `replace` may have taken effect, or take effect later.
+    """
+
+    async def read(self) -> Stored:
+        """Return the newest document: one that an earlier answer has shown, or a later one."""
+        ...
+
+    async def replace(self, version: str | None, raw: bytes) -> bool:
+        """Replace the document if it has this version, or create it if there is none and `version` is None. Returns
+        False, and changes nothing, if it has another one.
+        """
         ...
 
 

@@ -14,37 +14,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
 from weakref import WeakValueDictionary
 
 from kvplane.base.errors import KvplaneError, NotFound, Unavailable
 from kvplane_service.config import Config
-from kvplane_service.registry import Registration, Registry, UnknownReplica
+from kvplane_service.registry import Entry, Registration, Registry, UnknownReplica
 from kvplane_service.store.errors import STORE_ERRORS, StoreUnavailable
-from kvplane_service.store.interface import IndexStore, SharedStore
+from kvplane_service.store.interface import IndexStore
 from kvplane_service.store.keeper import Keeper
 from kvplane_service.store.loading import read_record
+from kvplane_service.store.owners import Owners, OwnerUnknown
 from kvplane_service.store.registration import ReplicaRecord, elsewhere, moved
 from kvplane_service.store.writer import Runtime
 
 _BEATS_PER_LEASE = 3
 _PROBE_S = 1.0
 
-Probe = Callable[[str], Awaitable[bool]]
-
 _log = logging.getLogger(__name__)
-
-
-class OwnerUnknown(Unavailable):
-    """The store does not answer, so this service cannot find out which service owns the replica."""
-
-    def __init__(self, replica: str, why: KvplaneError) -> None:
-        super().__init__(
-            f"the owner of {replica} cannot be read from the store: {why.message}",
-            field="replica",
-            remedy="retry when the store is available",
-        )
 
 
 class Ownership:
@@ -52,17 +41,30 @@ class Ownership:
     shared store.
     """
 
-    def __init__(self, registry: Registry, config: Config, keeper: Keeper, runtime: Runtime, probe: Probe) -> None:
-        """`probe` returns True if no process listens at an address, which proves that the service at this address has
-        ended.
-        """
+    def __init__(self, registry: Registry, config: Config, keeper: Keeper, runtime: Runtime, owners: Owners) -> None:
         self._registry = registry
         self._lease_ms = config.owner_lease_ms
         self._keeper = keeper
         self._runtime = runtime
-        self._probe = probe
+        self._owners = owners
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._leaving = False
+        self._released: Collection[str] = ()  # while this process shuts down: what it releases
+        registry.watch(self._entered)
+
+    def _entered(self, entry: Entry) -> None:
+        """Let no epoch of the replica begin that this process may not begin."""
+        entry.host.may_begin = partial(self._owners.check, entry.host.name)
+
+    async def ensure_granted(self, name: str) -> None:
+        """Let this process begin epochs of a replica that is registered here.
+
+        Raises:
+            Moved: another live service owns it.
+            Unavailable: that cannot be found out, or is not certain yet.
+        """
+        if self._keeper.shared_store is not None:
+            await self._owners.ensure(name)
 
     async def ensure_local(self, name: str) -> None:
         """Adopt (take over) a replica that is not registered here, unless another live service owns it.
@@ -82,10 +84,10 @@ class Ownership:
             record = await self._read(store, name)
             if record is None or record.expired:
                 raise UnknownReplica(name)
-            if await self._is_owned(store, record):
-                raise moved(record)
             if self._leaving:
-                raise _shutting_down()
+                owner = await self._owners.owner_of(record)
+                raise moved(name, owner) if owner else _shutting_down()
+            record = await self._owners.take(record)
             why = "released it" if record.released else "has ended"
             _log.info("this service adopts %s from the service at %s, which %s", name, record.owner, why)
             await self._keeper.adopt(record)
@@ -161,6 +163,7 @@ class Ownership:
             async with self._lock(name):
                 if name in self._registry:
                     await self._keeper.release([name], _shutting_down())
+            await self._renew()
 
     async def leave(self, busy: Iterable[str]) -> None:
         """Shut down: adopt (take over) no further replica, and release all replicas to other services except `busy`,
@@ -171,7 +174,12 @@ class Ownership:
             return
         kept = set(busy)
         names = [entry.host.name for entry in self._registry if entry.host.name not in kept]
-        await self._keeper.release([name for name in names if not self._is_moving(name)], _shutting_down())
+        self._released = [name for name in names if not self._is_moving(name)]
+        try:
+            await self._keeper.release(self._released, _shutting_down())
+        finally:
+            self._released = ()
+        await self._renew()
         for name in names:
             await self.release(name)  # once its adoption has ended
 
@@ -182,6 +190,11 @@ class Ownership:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._repeat(self._renew))
             group.create_task(self._repeat(self._compare_all))
+
+    async def begin(self) -> None:
+        """Wait until replicas can be taken over, and renew the lease. Called before calls are served."""
+        await self._owners.prepare()
+        await self.beat()
 
     async def beat(self) -> None:
         """Renew the lease once, and compare the owners in the records with this service once. If the store fails, the
@@ -196,16 +209,19 @@ class Ownership:
             await self._runtime.sleep(self._lease_ms / 1000 / _BEATS_PER_LEASE)
 
     async def _renew(self) -> bool:
-        """Renew the lease of this service. Returns False if the store failed, or if its records were not read yet."""
-        store = self._keeper.shared_store
-        if store is None or not self._keeper.is_read:
-            return False
-        try:
-            await store.announce(self._keeper.owner, self._lease_ms)
-        except STORE_ERRORS as error:
-            self._keeper.note_failure(error)
-            return False
-        return True
+        """Renew the lease of this service, and give up what other services own. Returns False if the store failed, or
+        if its records were not read yet.
+        """
+        names = [entry.host.name for entry in self._registry]
+        moving = {*(name for name, lock in self._locks.items() if lock.locked()), *self._released}
+        epochs = {name: self._registry.get(name).host.epoch for name in names if name not in moving}
+        lost = await self._owners.renew(epochs, moving)
+        for name, address in (lost or {}).items():
+            is_idle = name in self._registry and not self._is_moving(name) and not self._keeper.has_engine(name)
+            if is_idle and address != self._keeper.owner:  # else an earlier process, whose lease ends
+                _log.info("this service gives up %s: the service at %s has it", name, address)
+                self._keeper.give_up(name, moved(name, address))
+        return lost is not None
 
     async def _compare_all(self) -> bool:
         """Compare each replica with the owner in its record, one call of the store at a time. Returns False if the
@@ -255,17 +271,6 @@ class Ownership:
         except STORE_ERRORS as error:
             self._keeper.note_failure(error)
             raise OwnerUnknown(name, error) from error
-
-    async def _is_owned(self, store: SharedStore, record: ReplicaRecord) -> bool:
-        """Return True if another live service seems to own the replica."""
-        if record.released or record.owner == self._keeper.owner:
-            return False
-        try:
-            lives = await store.lease(record.owner) is not None
-        except STORE_ERRORS as error:
-            self._keeper.note_failure(error)
-            return True
-        return lives and not await self._probe(record.owner)
 
     def _is_moving(self, name: str) -> bool:
         lock = self._locks.get(name)

@@ -157,16 +157,16 @@ def _bytes(text: str) -> bytes:
 def elsewhere(record: ReplicaRecord) -> KvplaneError:
     """Return the error for calls of a replica that another service has adopted, and may have released again."""
     if not record.released:
-        return moved(record)
+        return moved(record.name, record.owner)
     what = f"the service at {record.owner} has had {record.name} meanwhile, and released it"
     return Unavailable(what, field="replica", remedy="try again")
 
 
-def moved(record: ReplicaRecord) -> Moved:
-    """Return the error for clients that call this service about a replica that another service owns."""
+def moved(name: str, address: str) -> Moved:
+    """Return the error for clients that call this service about a replica that the service at this address owns."""
     return Moved(
-        f"the service at {record.owner} owns {record.name}",
+        f"the service at {address} owns {name}",
         field="replica",
-        remedy=f"call the service at {record.owner}",
-        metadata={"address": record.owner},
+        remedy=f"call the service at {address}",
+        metadata={"address": address},
     )
