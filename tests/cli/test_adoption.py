@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -23,27 +24,35 @@ from kvplane.rpc.channel import open_channel
 from kvplane.sansio.retry import RetryPolicy
 from kvplane.session.reopening import Revival
 from kvplane.session.rows import AdmitRow, FactRow, NewsRow, part_of
+from kvplane_service.store.json_api import Endpoint
 from tests.cli.test_restart import wait_until_stored
 from tests.cli.test_serve import serving
 from tests.client.lasting import HYBRID, LastingEngine, PageMemory
 from tests.service.rig import WAIT_S
-from tests.store import servers
+from tests.store import apiserver, servers
 
 LEASE_MS = 600
 
 
 @dataclass
 class Fleet:
-    """Two services on one Redis; each can end and start again."""
+    """Two services on one Redis, and on one Lease if there is an API server; each can end and start again."""
 
     store: str
+    api: Endpoint | None = None
     addresses: list[str] = field(default_factory=lambda: [f"127.0.0.1:{servers.free_port()}" for _ in range(2)])
     stack: ExitStack = field(default_factory=ExitStack)
 
     def start(self, number: int):
-        settings = (f"store=redis://{self.store}", "store_flush_ms=5", f"owner_lease_ms={LEASE_MS}")
+        settings: tuple[str, ...] = (f"store=redis://{self.store}", "store_flush_ms=5", f"owner_lease_ms={LEASE_MS}")
+        variables = {}
+        if self.api is not None:
+            lease = f"ownership=lease:{apiserver.NAMESPACE}/{apiserver.NAME}"
+            settings += (lease, f"ownership_ca={self.api.ca}", f"ownership_token={self.api.token}")
+            at = urlsplit(self.api.url)
+            variables = {"KUBERNETES_SERVICE_HOST": str(at.hostname), "KUBERNETES_SERVICE_PORT": str(at.port)}
         arguments = [argument for setting in settings for argument in ("--set", setting)]
-        process, _ = self.stack.enter_context(serving(*arguments, listen=self.addresses[number]))
+        process, _ = self.stack.enter_context(serving(*arguments, listen=self.addresses[number], **variables))
         return process
 
     def owner(self) -> int:
@@ -67,11 +76,18 @@ def redis(tmp_path_factory):
         yield server
 
 
-@pytest.fixture
-def fleet(redis):
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory):
+    return servers.make_certificates(tmp_path_factory.mktemp("certificates")).parent
+
+
+@pytest.fixture(params=["store", "lease"])
+def fleet(redis, request, tmp_path, certificates):
     redis.client().flushall()
     fleet = Fleet(redis.address)
     with fleet.stack:
+        if request.param == "lease":
+            _, fleet.api = fleet.stack.enter_context(apiserver.serving(tmp_path, certificates))
         yield fleet
 
 
@@ -121,6 +137,7 @@ def test_a_draining_service_hands_over_its_replicas(fleet):
         assert engine.hits_since_revival > 0
 
 
+@pytest.mark.parametrize("fleet", ["store"], indirect=True)  # with a Lease the client is first sent to the killed one
 def test_a_host_name_with_two_addresses_is_used_as_a_list(fleet):
     if not has_ipv6():
         pytest.skip("this machine has no IPv6, so localhost has one address")
