@@ -217,6 +217,50 @@ def test_a_request_that_never_fits_is_given_up():
     assert engine.is_empty
 
 
+def waiting_behind_a_long_prompt(passed_by: int, followers: int) -> tuple[Engine, Request, list[Request]]:
+    """A running request with 8 of 16 blocks, a prompt that needs more than are left, and some that share the 8."""
+    limits = Limits(max_running=8, token_budget=64, admit_rows=8, passed_by=passed_by)
+    engine = Engine(spec_of(num_blocks=17), limits)
+    engine.add([1] * 32, 20)
+    engine.step()
+    long = engine.add([2] * 44, 2)
+    return engine, long, [engine.add([1] * 32 + [3], 1) for _ in range(followers)]
+
+
+def test_requests_that_share_what_runs_pass_one_that_lacks_blocks():
+    waits, _, others = waiting_behind_a_long_prompt(0, 3)
+    waits.step()
+    assert not any(one.hits for one in others)
+    engine, long, others = waiting_behind_a_long_prompt(8, 3)
+    engine.step()
+    assert [one.hits for one in others] == [[32]] * 3
+    assert (long.passed, long.hits) == (3, [])
+    engine.run()
+    assert long.output == expected(long)
+
+
+def test_no_request_is_passed_by_more_than_its_limit():
+    engine, long, others = waiting_behind_a_long_prompt(2, 5)
+    first, end = engine.scheduler.waiting[0], 0
+    assert first is long
+    while not long.hits:
+        engine.step()
+        end += 1
+        assert long.passed <= 2, end
+    assert sum(bool(one.hits) for one in others) == long.passed == 2
+    engine.run()
+    assert all(one.output == expected(one) for one in others)
+
+
+def test_a_preempted_request_was_passed_as_often_as_those_behind_it():
+    engine, long, _ = waiting_behind_a_long_prompt(3, 1)
+    engine.step()
+    (first,) = [one for one in engine.scheduler._running if not one.passed]
+    engine.scheduler._start_again(first)
+    assert engine.scheduler.waiting[0] is first
+    assert first.passed == long.passed == 1
+
+
 @pytest.mark.parametrize("steps", range(6))
 def test_an_aborted_request_gives_its_blocks_back(steps):
     """Before it is announced, while it waits, in a chunk of its prompt, while it decodes, and after its end."""
@@ -342,6 +386,7 @@ def test_random_engines_have_the_tokens_of_a_run_without_a_cache(mix, seed):
         num_drafts=drafts,
         drafter=drafter,
         commits=rng.random() < 0.5,
+        passed_by=rng.choice([0, 0, 1, 5]),
     )
     engine, requests, steps = Engine(MIXES[mix], limits), list[Request](), 0
     while engine.scheduler.has_work or steps < 40:
@@ -357,6 +402,7 @@ def test_random_engines_have_the_tokens_of_a_run_without_a_cache(mix, seed):
         assert request.error in ("", "aborted")
         whole = expected(request)
         assert request.output == (whole if not request.error else whole[: len(request.output)])
+        assert request.passed <= limits.passed_by
     assert sorted(map(id, engine.finished)) == sorted(map(id, requests))
     assert engine.is_empty
     ends = [end for part, _ in engine.parts for end in part.facts.end]

@@ -36,6 +36,8 @@ class Limits:
         admit_flags: flags of each admit row. With LOAD, hits are loaded from the tiers of the replica (`TierJobs`).
         prefetch_rows: most waiting requests that a step prefetches, those next to be admitted, each once: what only the
             disk has of their hits is copied to the host (`Prefetch`). 0 for a replica without both tiers.
+        passed_by: most requests that are admitted before an earlier one that lacks blocks: prompts whose beginning
+            running requests hold need few. They are among the `admit_rows` first of the queue. 0 = all wait.
     """
 
     max_running: int = 256
@@ -48,6 +50,7 @@ class Limits:
     commits: bool = False
     admit_flags: RowFlag = RowFlag.NONE
     prefetch_rows: int = 0
+    passed_by: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -75,6 +78,7 @@ class Request:
         is_admitted: whether it was admitted, and has not computed a token since.
         is_prefetched: whether a step has prefetched it.
         arrived: number of steps before it was added to a scheduler.
+        passed: number of later requests that were admitted before it.
     """
 
     request_id: str
@@ -96,6 +100,7 @@ class Request:
     is_admitted: bool = field(default=False, init=False)
     is_prefetched: bool = field(default=False, init=False)
     arrived: int = field(default=0, init=False)
+    passed: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         """Raise InvalidArgument if the prompt is empty or `max_new_tokens` is below 1."""

@@ -17,6 +17,7 @@ from kvplane.base.step import (
     Cache,
     End,
     News,
+    OnRefusal,
     Part,
     PartResult,
     Resume,
@@ -186,8 +187,17 @@ class Scheduler:
         part = part_of(*rows, budget=self._budget, cache=cache)
         part.admit.max_running = self._limits.max_running
         part.admit.only_if_no_preemption = True
+        if self._may_pass:
+            part.admit.on_refusal = OnRefusal.SKIP
         self._facts, self._lost_steps = [], []
         return part
+
+    @property
+    def _may_pass(self) -> int:
+        """How many requests may be admitted before the head of the queue. Whatever passes a request passes all before
+        it, so no other was passed by more.
+        """
+        return max(self._limits.passed_by - self._waiting[0].passed, 0) if self._waiting else 0
 
     def _run_row(self, request: Request) -> RunRow:
         limits, is_decode = self._limits, request.computed == request.num_tokens - 1
@@ -203,6 +213,8 @@ class Scheduler:
         """
         limits, announced = self._limits, 0
         places = 0 if self._is_resetting else min(limits.max_running - len(self._running), limits.admit_rows)
+        if self._may_pass and places > 0:
+            places = min(limits.admit_rows, self._may_pass + 1)
         for request in islice(self._waiting, max(0, places)):
             if request.slot == NO_SLOT:
                 if announced > MAX_NEWS_TOKENS:
@@ -272,9 +284,12 @@ class Scheduler:
     def _admit(self, part: Part, result: PartResult) -> Iterator[Scheduled]:
         """Move admitted requests from the queue to the running ones, and yield a row for each that computes tokens."""
         rows = zip(part.admit.slot, result.admit_status, result.admit_hit, result.admit_granted, strict=True)
+        earlier = list[Request]()  # that stay in the queue
         for row, (slot, status, hit, granted) in enumerate(rows):
             request = self._request(slot)
             if status == AdmitStatus.GRANTED:
+                for one in earlier:
+                    one.passed += 1
                 self._waiting.remove(request)
                 self._running.append(request)
                 request.computed = request.launch_end = hit
@@ -289,8 +304,9 @@ class Scheduler:
                 request.error = f"{request.num_tokens} tokens need more blocks than the pool has"
                 self.counts.refused += 1
                 self._end(request, FactRow(slot, end=End.FREE))
-            elif status == AdmitStatus.DEFERRED:
-                self.counts.deferred += 1
+            else:
+                earlier.append(request)
+                self.counts.deferred += status == AdmitStatus.DEFERRED
 
     def _note_admission(self, request: Request, row: int, result: PartResult) -> None:
         request.may_load = request.may_hit = request.is_admitted = True
@@ -308,6 +324,8 @@ class Scheduler:
             request = self._request(slot)
             self._running.remove(request)
             request.computed, request.drafts, request.load = 0, [], 0
+            if self._waiting:
+                request.passed = max(request.passed, self._waiting[0].passed)
             self._waiting.appendleft(request)
             self.counts.preempted += 1
 
