@@ -256,7 +256,7 @@ class Decisions:
             cost.first_token_s, cost.miss_s,
             min((one.option.cost.first_token_s for one in places[1:]), default=math.inf),
             chosen.claim.inexact, (place.stores, place.removals), now_s, chosen.claim.host + chosen.claim.disk,
-            cost.load_s, owner=ask.owner,
+            cost.load_s, owner=ask.owner, reads_peers=place.reads_peers,
         )  # fmt: skip
         self._bookings[name] = booking
         self._of_owner[ask.owner] += 1

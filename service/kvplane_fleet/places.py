@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.events import GroupDigest
-from kvplane.base.groups import CommitRule, GroupKind, GroupSpec, MambaMode, ReplicaSpec
+from kvplane.base.groups import CommitRule, GroupKind, GroupSpec, MambaMode, ReplicaSpec, TierKind
 from kvplane_core.face.setup import check_spec
 from kvplane_fleet.domains import Domain, DomainProof
 from kvplane_fleet.expected import Expected
@@ -70,6 +70,7 @@ class Place:
         self.expected = Expected(index)
         self.returns = Returns()
         self.withdrawn = False  # the engine's cache must not be used for now
+        self.reads_peers = False  # it may load what no event of it states
         self._most_blocks = 0
         self._rank: int | None = None
         self.key_bytes = 0  # of each key; 0 until one was seen
@@ -198,6 +199,7 @@ class Place:
             self.cells.setdefault((Tier.DEVICE, number), self._index.new_cell())
         self._layout = Layout(tuple(self.formats), HitRule(spec), "")
         self._most_blocks = spec.num_blocks
+        self.reads_peers = any(tier.kind is TierKind.PEERS for tier in spec.tiers)
         self.withdrawn = False
 
     def agrees(self, digests: Sequence[GroupDigest]) -> bool:

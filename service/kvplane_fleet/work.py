@@ -43,6 +43,7 @@ class Booking:
         started_s, token_s: when it began, and when its first token came; None before.
         in_flight: prompts in flight at the place when its first token came.
         owner: name of the owner who booked it.
+        reads_peers: the place may load what its peers have, which no event of it states.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Booking:
     in_flight: int = 0
     cached: int | None = None
     owner: str = ""
+    reads_peers: bool = False
 
     @property
     def presumed_s(self) -> float:
@@ -83,7 +85,7 @@ class Booking:
             return "incomplete" if self.inexact.startswith("the place is") else "inexact"
         if self.expected != self.hit:
             return "expected"
-        if self.loaded and cached > self.expected:
+        if (self.loaded or self.reads_peers) and cached > self.expected:
             return "loaded"
         at = cached < self.expected
         if seen[at] != self.seen[at]:

@@ -7,14 +7,17 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from kvplane.base.groups import TierKind, TierSpec
 from kvplane.v1 import routing_pb2 as pb
 from kvplane_fleet.decisions import Event
 from kvplane_fleet.router.messages import encode_decision
 from kvplane_fleet.wire.events import Batch, Removed, Stored, Tier
+from tests.core.builders import full, replica_spec
 from tests.router.fleets import BLOCK, DOMAIN, FULL, GROUPS, WINDOW, Scene, chosen, finished, tokens
 
 PROMPT = tokens(1, 20)
 KEYS = DOMAIN.keys(PROMPT)
+HOST, PEERS = TierSpec(TierKind.HOST, 8), TierSpec(TierKind.PEERS, 16)
 MEDIA = {Tier.HOST: "CPU", Tier.DISK: "STORAGE"}
 
 
@@ -100,6 +103,20 @@ def test_an_engine_that_loads_all_or_nothing_of_a_tier_is_as_claimed(cached, cau
     truth = scene.decisions.work_of("a").truth
     assert truth.claimed - truth.real in (0, 160 - cached)
     assert truth.differences[cause] == abs(truth.claimed - truth.real)
+
+
+@pytest.mark.parametrize(
+    ("tiers", "blocks", "cause"),
+    [((HOST,), 10, "unexplained"), ((HOST, PEERS), 10, "loaded"), ((HOST, PEERS), 2, "unexplained")],
+)
+def test_a_hit_that_peers_made_longer_is_no_reason_to_doubt(tiers, blocks, cause):
+    scene = Scene("a")
+    place = scene.place("a")
+    place.use(replica_spec(full(BLOCK), hash_block_size=BLOCK, tiers=tiers, hash_algorithm=DOMAIN.algorithm))
+    place.proof.domain = DOMAIN
+    scene.stores("a", PROMPT[: 4 * BLOCK])
+    name = scene.book(PROMPT)[1]
+    assert scene.decisions.ended(name, Event(scene.clock(), blocks * BLOCK)) == cause
 
 
 def test_a_life_that_ends_takes_its_tiers_along():
