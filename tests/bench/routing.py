@@ -178,10 +178,13 @@ class PublishingSession:
     def submit(self, *parts: Part) -> int:
         """Apply one step; the one before it is executed."""
         self._seq += 1
-        self._result = self.replica.apply(Step(1, self._seq, list(parts), executed_through=self._seq - 1))
+        self._result = self._apply(Step(1, self._seq, list(parts), executed_through=self._seq - 1))
         for part in self._result.parts:
-            self.events += runs_of(part.events)
+            self.events += [*runs_of(part.events), *part.tier_events]
         return self._seq
+
+    def _apply(self, step: Step) -> StepResult:
+        return self.replica.apply(step)
 
     def receive(self) -> StepResult:
         """Return the result of the step."""

@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from tests.bench.tables import engine, fleet, page, product, published
+from kvplane_fleet.policies import Policy
+from kvplane_fleet.wire.events import Tier
+from tests.bench.tables import engine, fleet, page, product, published, users
 from tests.bench.tables.fleet import Load, published_fleet
 from tests.bench.tables.model import FITTED, StepCost
-from tests.bench.tables.product import product_fleet
+from tests.bench.tables.product import Added, ProductRouter, product_fleet
 from tests.bench.tables.published import BASELINE, BASELINE_ALL, OFFLOADED, OFFLOADED_ALL, Unit, drained_s
 from tests.bench.tables.runs import Run, capacity_ratio, stages_of
 
@@ -37,7 +39,7 @@ def test_loads_read_half_of_the_bytes():
         assert 1.9 < whole / needed < 2
 
 
-@pytest.mark.parametrize("column", ["both", "exact scores", "+ retained"])
+@pytest.mark.parametrize("column", ["both", "with peers", "+ retained"])
 def test_equal_runs_have_equal_tables(column):
     first, second = (
         [{**one, "cpu_s": 0} for one in stages_of(Run(column, (20, 40), parts=8, stage_s=3.0))] for _ in range(2)
@@ -74,6 +76,43 @@ def test_host_tier_answers_what_the_device_evicted():
         served = published_fleet(column, small, engines=1)
         hits[column] = served.run(Load(5, 5), 1, 30).hit
     assert hits["offloaded"] > 1.2 * hits["baseline"]
+
+
+def test_router_knows_what_device_and_host_have():
+    """Every first token confirms a claim, also of what only the host has."""
+    small = replace(FITTED, pool_bytes=FITTED.pool_bytes / 2)
+    served = product_fleet(Added(Policy.WEIGHTS), small, engines=2)
+    stage = served.run(Load(5, 8), 2, 20)
+    assert isinstance(served._router, ProductRouter)
+    decisions = served._router._router._decisions
+    places = [followed.place for followed in decisions.followed.values()]
+    assert all(place.has(Tier.HOST) for place in places)
+    truths = [decisions.work_of(place.settings.name).truth for place in places]
+    assert stage.hit > 0.5 * stage.prompt
+    assert sum(one.claimed for one in truths) > 0.9 * stage.hit
+    assert not any(one.differences["unexplained"] for one in truths)
+
+
+def test_engines_load_what_their_peers_have():
+    hits = [
+        product_fleet(Added(Policy.ROUND_ROBIN, peers=peers), FITTED, engines=3).run(Load(5, 8), 2, 15).hit
+        for peers in (False, True)
+    ]
+    assert hits[1] > 1.2 * hits[0]
+
+
+def test_prompts_that_share_what_runs_need_not_wait():
+    times = [
+        product_fleet(Added(Policy.COST, passed_by), FITTED, engines=1).run(Load(5, 15), 4, 30).row.ttft_s
+        for passed_by in (0, 64)
+    ]
+    assert times[1] < 0.8 * times[0]
+
+
+def test_hybrid_cache_serves_more_users(monkeypatch):
+    monkeypatch.setattr(users, "LEVELS", (200, 250, 300))
+    falls = [users.fall(users.sweep(users.Cache("GPU", hybrid))) for hybrid in (False, True)]
+    assert falls == [1, None]
 
 
 def test_retained_prefixes_are_retained_in_pool_and_tier():

@@ -18,14 +18,27 @@ from collections.abc import Sequence
 from tests.bench.machine import machine_line
 from tests.bench.tables import fleet, product
 from tests.bench.tables.page import JSON, write
-from tests.bench.tables.runs import PARTS, PUBLISHED_POLICY, SWEEP, TRACE_COLUMNS, TRACES, Run, stages_of
-from tests.bench.tables.users import falls_after
+from tests.bench.tables.runs import (
+    LARGE_POOL,
+    PARTS,
+    PUBLISHED_POLICY,
+    SWEEP,
+    TRACE_COLUMNS,
+    TRACES,
+    Run,
+    key_of,
+    stages_of,
+)
+from tests.bench.tables.users import CACHES, sweep
 from tests.conftest import workloads_folder, workloads_line
 
 SENSITIVE, FACTORS = ("flops", "bandwidth", "pool_bytes"), (0.8, 1.2)
 TABLES: dict[str, Sequence[Run]] = {
     "fleet": [Run(column) for column in fleet.COLUMNS],
-    "beyond": [Run(column, SWEEP, parts=PARTS) for column in (PUBLISHED_POLICY, *product.COLUMNS)],
+    "beyond": [
+        *(Run(column, SWEEP, parts=PARTS) for column in (PUBLISHED_POLICY, *product.COLUMNS)),
+        Run(LARGE_POOL[0], SWEEP, LARGE_POOL[1], PARTS),
+    ],
     "sensitivity": [
         Run(column, (40,), factors, PARTS)
         for column in fleet.COLUMNS
@@ -38,12 +51,6 @@ TABLES: dict[str, Sequence[Run]] = {
         for column in TRACE_COLUMNS
     ],
 }
-
-
-def key_of(run: Run) -> str:
-    """Return the name of a run within its table."""
-    of_trace = [run.trace, str(run.rates[0])] if run.trace else []
-    return " ".join([run.column, *of_trace, *(f"{name}*{factor}" for name, factor in run.factors)])
 
 
 def main() -> int:
@@ -61,7 +68,8 @@ def main() -> int:
         runs = [(table, run) for table in given.only if table in TABLES for run in TABLES[table]]
         with multiprocessing.get_context("spawn").Pool(given.processes) as pool:
             if "users" in given.only:
-                results["users"] = pool.map(falls_after, (False, True), chunksize=1)
+                swept = pool.map(sweep, CACHES, chunksize=1)
+                results["users"] = {cache.name: stages for cache, stages in zip(CACHES, swept, strict=True)}
             found = pool.imap(stages_of, [run for _, run in runs])
             for (table, run), stages in zip(runs, found, strict=True):
                 results.setdefault(table, {})[key_of(run)] = stages

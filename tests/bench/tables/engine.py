@@ -20,10 +20,10 @@ from kvplane_tools.replay.engine import Engine
 from kvplane_tools.replay.plan import NS_PER_SECOND, CostModel, EngineConfig
 from kvplane_tools.replay.requests import LiveRequest
 from tests.bench.routing import PublishingSession, TimedScheduler
-from tests.bench.tables.model import BUDGET, LINK_BYTES_PER_S, StepCost
+from tests.bench.tables.model import BUDGET, LINK_BYTES_PER_S, STORAGE_BYTES_PER_S, StepCost
 from tests.bench.tables.published import MAX_RUNNING
 
-TOGETHER = 8
+TOGETHER, ADMIT_ROWS = 8, 16
 
 
 class GroupedScheduler(TimedScheduler):
@@ -61,7 +61,7 @@ class GroupedScheduler(TimedScheduler):
 
 
 class Link:
-    """One direction of the host link: transfers follow each other."""
+    """One direction of the link of a tier: transfers follow each other."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._ns_per_byte, self._free_ns = NS_PER_SECOND / bytes_per_s, 0
@@ -75,14 +75,23 @@ class Link:
 class TimedEngine(Engine):
     """An engine that reports first tokens and ends, and whose transfers take time."""
 
-    def __init__(self, spec: ReplicaSpec, page_bytes: int, cost: StepCost, link: float = LINK_BYTES_PER_S) -> None:
-        self.publishing = PublishingSession(spec)
-        super().__init__(self.publishing, EngineConfig(MAX_RUNNING, BUDGET), CostModel())
+    def __init__(
+        self,
+        session: PublishingSession,
+        page_bytes: int,
+        cost: StepCost,
+        passed_by: int = 0,
+        speeds: Sequence[float] = (LINK_BYTES_PER_S, STORAGE_BYTES_PER_S),
+    ) -> None:
+        """`passed_by`: see Limits. `speeds`: bytes per second of each tier, in each direction."""
+        self.publishing, spec, rows = session, session.spec, max(ADMIT_ROWS, 2 * passed_by)
+        super().__init__(session, EngineConfig(MAX_RUNNING, BUDGET, admit_rows=rows), CostModel())
         flags = RowFlag.FULL_FIT | (RowFlag.LOAD if spec.tiers else RowFlag.NONE)
-        limits = Limits(MAX_RUNNING, BUDGET, admit_rows=16, admit_flags=flags)
+        limits = Limits(MAX_RUNNING, BUDGET, admit_rows=rows, admit_flags=flags, passed_by=passed_by)
         self._scheduler = self.grouped = GroupedScheduler(spec, limits, self._first)
         self._step_cost, self._page_bytes = cost, page_bytes
-        self._links, self._ends = (Link(link), Link(link)), list[tuple[int, int]]()
+        self._links = {(reads, tier): Link(speed) for reads in (True, False) for tier, speed in enumerate(speeds)}
+        self._ends = list[tuple[int, int]]()
         self.first_token: Callable[[TimedEngine, LiveRequest], None]
         self.ended: Callable[[TimedEngine, LiveRequest], None]
         self.published: Callable[[TimedEngine, Sequence[CacheEvent]], None]
@@ -112,21 +121,34 @@ class TimedEngine(Engine):
         return part, answer
 
     def _order(self, orders: Orders) -> None:
-        for link, jobs in zip(self._links, (orders.load_job, orders.save_job), strict=True):
-            for job, blocks in Counter(jobs).items():
-                heappush(self._ends, (link.end_ns(self.clock_ns, blocks * self._page_bytes), job))
+        """Start the jobs of a step: loads and saves use the link of their tier, moves that of the farther one."""
+        moved = zip(orders.move_tier, orders.move_to_tier, orders.move_job, strict=True)
+        blocks = Counter[tuple[bool, int, int]]()  # by direction, tier and job
+        blocks.update((True, tier, job) for tier, job in zip(orders.load_tier, orders.load_job, strict=True))
+        blocks.update((False, tier, job) for tier, job in zip(orders.save_tier, orders.save_job, strict=True))
+        blocks.update((tier > to_tier, max(tier, to_tier), job) for tier, to_tier, job in moved)
+        ends = dict[int, int]()
+        for (reads, tier, job), number in blocks.items():
+            end_ns = self._links[reads, tier].end_ns(self.clock_ns, number * self._page_bytes)
+            ends[job] = max(ends.get(job, 0), end_ns)
+        for job, end_ns in ends.items():
+            heappush(self._ends, (end_ns, job))
 
     def _compute(self, part: Part, answer: PartResult) -> None:
         self._count_admissions(part, answer)
         rows = self.grouped.update(part, answer)
         self.clock_ns += int(self._step_s(rows) * NS_PER_SECOND)
         if not rows and self._ends:
-            self.clock_ns = max(self.clock_ns, self._ends[0][0])
+            self.clock_ns = max(self.clock_ns, self._awaited_ns())
         events, self.publishing.events = self.publishing.events, []
         if events:
             self.published(self, events)
         for row in rows:
             self.grouped.finish_row(row, [0] * row.num_outputs)
+
+    def _awaited_ns(self) -> int:
+        """When the next job ends, which an engine without work awaits."""
+        return self._ends[0][0]
 
     def _step_s(self, rows: Sequence[Scheduled]) -> float:
         """A step computes or reads weights, whichever takes longer, and reads the cache."""

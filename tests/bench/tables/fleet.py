@@ -25,7 +25,7 @@ from kvplane_tools.replay.fleet import Arriving, Fleet
 from kvplane_tools.replay.requests import LiveRequest
 from kvplane_tools.replay.workloads import Span, TokenSource, TraceRequest
 from tests.bench import routing
-from tests.bench.routing import History
+from tests.bench.routing import History, PublishingSession
 from tests.bench.tables import published
 from tests.bench.tables.engine import TimedEngine
 from tests.bench.tables.model import BUDGET, MAX_MODEL_LEN, TOKEN_BYTES, WINDOW, Fitted, StepCost
@@ -249,5 +249,5 @@ def published_fleet(column: str, fitted: Fitted, seed: int = 1, engines: int = E
     """Return the fleet of a published column."""
     tier, weights = COLUMNS[column]
     spec = spec_of(fitted.pool_bytes, tier=tier)
-    served = [TimedEngine(spec, PAGE_BYTES, StepCost(fitted)) for _ in range(engines)]
+    served = [TimedEngine(PublishingSession(spec), PAGE_BYTES, StepCost(fitted)) for _ in range(engines)]
     return StagedFleet(served, WeightedRouter(served, weights, seed))

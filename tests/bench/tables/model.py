@@ -24,8 +24,8 @@ LAYERS_OF_A_KIND, HEADS, HEAD_SIZE, KV_HEADS, WINDOW, MAX_MODEL_LEN = 18, 64, 64
 TOKEN_BYTES = 2 * KV_HEADS * HEAD_SIZE * 2 * LAYERS_OF_A_KIND  # keys and values of a group of layers
 # VLLM
 BUDGET = 8192
-# assumed: one port of 400 Gb/s; seconds until a router knows of an event
-STORAGE_BYTES_PER_S = 50e9
+# assumed: one port of 400 Gb/s, to storage and to each engine; seconds until a router knows of an event
+STORAGE_BYTES_PER_S = PEER_BYTES_PER_S = 50e9
 EVENT_DELAY_S = 0.05
 
 

@@ -12,13 +12,22 @@ from typing import Any
 from matplotlib import rc_context
 
 from kvplane_tools.cli.plots import new_figure
-from tests.bench.tables import fit, published
+from tests.bench.tables import fit, published, users
 from tests.bench.tables.fleet import COLUMNS as PUBLISHED_COLUMNS
 from tests.bench.tables.model import FITTED, LINK_BYTES_PER_S, STORAGE_BYTES_PER_S
 from tests.bench.tables.product import COLUMNS as PRODUCT_COLUMNS
 from tests.bench.tables.published import BASELINE, BOTH, OFFLOADED, RATES
-from tests.bench.tables.runs import BEYOND, PUBLISHED_POLICY, TRACE_COLUMNS, TRACES, bounds, capacity_ratio
-from tests.bench.tables.users import USERS_STEP
+from tests.bench.tables.runs import (
+    BEYOND,
+    LARGE_POOL,
+    PUBLISHED_POLICY,
+    TRACE_COLUMNS,
+    TRACES,
+    Run,
+    bounds,
+    capacity_ratio,
+    key_of,
+)
 from tests.service.tier_rows import rows_of_hit
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -98,9 +107,11 @@ def goal_line(results: Results) -> list[str]:
     policy = at_60[PUBLISHED_POLICY]["throughput"]
     best = max(PRODUCT_COLUMNS, key=lambda name: at_60[name]["throughput"] if name in at_60 else 0)
     ratio, (by_flops, by_both) = at_60[best]["throughput"] / policy, bounds(FITTED)
-    most = 60 * published.UNIT.counted
+    most, key = 60 * published.UNIT.counted, key_of(Run(LARGE_POOL[0], factors=LARGE_POOL[1]))
+    large, times = at_60[key]["throughput"], LARGE_POOL[1][0][1]
     return [
         f"At 60 QPS `{best}`, the best column, has {ratio:.2f} times the published policy's throughput (goal {GOAL}).",
+        f"With a pool {times:.0f} times as large, `{LARGE_POOL[0]}` has {large / policy:.2f} times.",
         f"This rate asks for no more than {most:,.0f} tokens/s, {most / policy:.2f} times the published policy.",
         "",
         f"Bounds of the model's hardware: {by_flops:.0f} QPS by the operations of prefills that reuse what is shared,",
@@ -153,13 +164,26 @@ def traces_table(results: Results) -> list[str]:
 
 
 def users_table(results: Results) -> list[str]:
-    """Users that still hit."""
+    """Where the throughput falls, and what it is before and after; the published one, then the predicted one."""
     rows = []
-    for hybrid, users in zip((False, True), results["users"], strict=True):
-        (last, first), before, after = published.USERS["GPU", hybrid]
-        fall = f"{before},000 to {after},000 tokens/s between {last} and {first} users"
-        rows.append(["hybrid" if hybrid else "uniform", fall, f"between {users} and {users + USERS_STEP} users"])
-    return table(["cache", "published", "predicted: all hit, few hit"], rows)
+    for one in users.CACHES:
+        (last, first), before, after = published.USERS[one.tiers, one.hybrid]
+        known = [f"{last} to {first}", f"{before},000", f"{after},000"]
+        pairs = zip(known, fall_cells(results["users"][one.name]), strict=True)
+        rows.append([one.name, *(cell for pair in pairs for cell in pair)])
+    names = ("fall, users", "tokens/s before", "after")
+    head = [f"{name}: {by}" for name in names for by in ("published", "predicted")]
+    return table(["cache", *head], rows)
+
+
+def fall_cells(stages: Sequence[Mapping[str, float]]) -> list[str]:
+    """Return between which numbers of users the throughput falls, and the throughputs there and after."""
+    at = users.fall(stages)
+    if at is None:
+        return [f"above {stages[-1]['users']:.0f}", f"{stages[-1]['throughput']:,.0f}", "no fall"]
+    before, after = stages[at - 1], stages[at]
+    between = f"{before['users']:.0f} to {after['users']:.0f}"
+    return [between, f"{before['throughput']:,.0f}", f"{stages[-1]['throughput']:,.0f}"]
 
 
 @cache
@@ -247,7 +271,7 @@ def draw(results: Results) -> None:
     for shade, ink in SHADES.items():
         settings: dict[Any, Any] = {"svg.hashsalt": "tables", "axes.facecolor": "none", "legend.framealpha": 0.0}
         with rc_context({**dict.fromkeys(inked, ink), **settings}):
-            for name, picture in (("fleet", _draw_fleet), ("beyond", _draw_beyond)):
+            for name, picture in (("fleet", _draw_fleet), ("beyond", _draw_beyond), ("users", _draw_users)):
                 if name in results:
                     picture(results[name], DOCS / f"published-{name}-{shade}.svg")
 
@@ -267,14 +291,31 @@ def _draw_fleet(columns: Mapping[str, Any], path: Path) -> None:
 def _draw_beyond(columns: Mapping[str, Any], path: Path) -> None:
     figure = new_figure()
     axes = figure.add_subplot()
-    for name, stages in columns.items():
-        label = "published policy" if name == PUBLISHED_POLICY else name
+    for name in (PUBLISHED_POLICY, *PRODUCT_COLUMNS):
+        label, stages = "published policy" if name == PUBLISHED_POLICY else name, columns[name]
         axes.plot([one["rate"] for one in stages], [one["ttft_p99_s"] for one in stages], "o-", label=label)
     axes.set_yscale("log")
     axes.axhline(LATE_S, linestyle=":", color="C7")
     axes.set_xlabel("requests per second")
     axes.set_ylabel("p99 of TTFT, s")
     axes.legend(loc="upper left")
+    _save(figure, path)
+
+
+def _draw_users(columns: Mapping[str, Any], path: Path) -> None:
+    """Predicted are lines; published are points: the last level before a fall, and the first one after it."""
+    figure = new_figure()
+    axes = figure.add_subplot()
+    for number, one in enumerate(users.CACHES):
+        stages, style = columns[one.name], "-" if one.hybrid else "--"
+        throughputs = [stage["throughput"] for stage in stages]
+        axes.plot([stage["users"] for stage in stages], throughputs, style, color=f"C{number // 2}", label=one.name)
+        levels, *thousands = published.USERS[one.tiers, one.hybrid]
+        points = [1000 * value for value in thousands]
+        axes.plot(levels, points, "o" if one.hybrid else "x", color=f"C{number // 2}")
+    axes.set_xlabel("users")
+    axes.set_ylabel("prompt tokens/s")
+    axes.legend(loc="upper right")
     _save(figure, path)
 
 

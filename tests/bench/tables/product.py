@@ -5,22 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from kvplane.base.groups import DENSE_RETENTION, EvictionPolicy, ReplicaSpec, SavePolicy
+from kvplane.base.groups import DENSE_RETENTION, EvictionPolicy, ReplicaSpec, SavePolicy, TierKind, TierSpec
 from kvplane.base.hashing import HashScheme, RequestHasher
 from kvplane.base.retain import Retain
 from kvplane.base.step import CacheEvent
 from kvplane_fleet.policies import Policy
 from kvplane_fleet.settings import RouterSettings
+from kvplane_service.replicas.peers import Namespace
 from kvplane_tools.replay.plan import NS_PER_SECOND
 from kvplane_tools.replay.requests import LiveRequest
 from kvplane_tools.replay.workloads import TokenSource, TraceRequest
 from tests.bench import routing
+from tests.bench.routing import PublishingSession
 from tests.bench.tables.engine import TimedEngine
 from tests.bench.tables.fleet import PAGE_BYTES, SYSTEM, StagedFleet, host_tier, spec_of
-from tests.bench.tables.model import LINK_BYTES_PER_S, TOKEN_BYTES, Fitted, StepCost
+from tests.bench.tables.model import LINK_BYTES_PER_S, PEER_BYTES_PER_S, TOKEN_BYTES, Fitted, StepCost
+from tests.bench.tables.peers import PeerSession
 from tests.bench.tables.published import ENGINES
 
 RETAINED_PERCENT, RETAINED_NS = 25, 600 * NS_PER_SECOND
+PASSED_BY, PASSED_BY_MANY = 64, 512
+SPEEDS = (LINK_BYTES_PER_S, PEER_BYTES_PER_S)
 MODEL_OUTPUT_ROWS = 8  # prompts in flight of an engine, in what its router assumes before anything is reported
 
 
@@ -30,34 +35,42 @@ class Added:
 
     Attributes:
         policy: of the router, on exact claims of device and host.
+        passed_by: see Limits; prompts that share what runs are admitted before one that lacks blocks.
         prices_displacement: see RouterSettings.
         eviction: of each engine.
         keeps_needed: windows are cached where a hit may end, not everywhere, and copied to the host before they are
             evicted, not at once.
         retains: each engine retains the shared beginnings of the prompts that it answers.
+        peers: each engine may load from the host tiers of the others.
     """
 
     policy: Policy
+    passed_by: int = 0
     prices_displacement: bool = False
     eviction: EvictionPolicy = EvictionPolicy.LRU
     keeps_needed: bool = False
     retains: bool = False
+    peers: bool = False
 
-    def spec(self, pool_bytes: float) -> ReplicaSpec:
-        """Return the replica of each engine."""
+    def spec(self, pool_bytes: float, engines: int) -> ReplicaSpec:
+        """Return the replica of each of the engines."""
         tier = host_tier(SavePolicy.BEHIND if self.keeps_needed else SavePolicy.THROUGH)
         tier = replace(tier, retained_percent=RETAINED_PERCENT if self.retains else 0)
         spec = spec_of(pool_bytes, 0 if self.keeps_needed else DENSE_RETENTION, tier)
-        return replace(spec, events=True, eviction=self.eviction)
+        tiers = (tier, TierSpec(TierKind.PEERS, engines * tier.num_blocks)) if self.peers else (tier,)
+        return replace(spec, events=True, eviction=self.eviction, tiers=tiers)
 
 
 COLUMNS = {
     "exact scores": Added(Policy.WEIGHTS),
     "priced": Added(Policy.COST),
-    "+ displacement": Added(Policy.COST, True),
-    "+ hazard": Added(Policy.COST, True, EvictionPolicy.HAZARD),
-    "+ needed windows": Added(Policy.COST, True, EvictionPolicy.HAZARD, True),
-    "+ retained": Added(Policy.COST, True, EvictionPolicy.HAZARD, True, True),
+    "+ passing": Added(Policy.COST, PASSED_BY),
+    "passing 512": Added(Policy.COST, PASSED_BY_MANY),
+    "with peers": Added(Policy.COST, PASSED_BY, peers=True),
+    "+ displacement": Added(Policy.COST, PASSED_BY, True),
+    "+ hazard": Added(Policy.COST, PASSED_BY, True, EvictionPolicy.HAZARD),
+    "+ needed windows": Added(Policy.COST, PASSED_BY, True, EvictionPolicy.HAZARD, True),
+    "+ retained": Added(Policy.COST, PASSED_BY, True, EvictionPolicy.HAZARD, True, True),
 }
 
 
@@ -108,6 +121,10 @@ class ProductRouter:
 
 def product_fleet(added: Added, fitted: Fitted, seed: int = 1, engines: int = ENGINES) -> StagedFleet:
     """Return the fleet of a column of kvplane's."""
-    spec, cost = added.spec(fitted.pool_bytes), StepCost(fitted)
-    served = [TimedEngine(spec, PAGE_BYTES, cost) for _ in range(engines)]
+    spec, cost, namespace = added.spec(fitted.pool_bytes, engines), StepCost(fitted), Namespace()
+    sessions = [
+        PeerSession(spec, namespace, number, engines) if added.peers else PublishingSession(spec)
+        for number in range(engines)
+    ]
+    served = [TimedEngine(one, PAGE_BYTES, cost, added.passed_by, SPEEDS) for one in sessions]
     return StagedFleet(served, ProductRouter(served, added, cost, seed))

@@ -29,8 +29,9 @@ WARM, BEYOND = 20, (40, 60, 80)  # requests per second: before the first stage t
 SWEEP = (WARM, *BEYOND)
 PARTS = 4  # of the fleet, of which every table but the first one runs one
 TRACES = {"conversation": (16,), "Weka": (2,)}  # and the rates on half of the fleet
-TRACE_ENGINES, TRACE_LIMIT, TRACE_COLUMNS = 8, 250, ("both", "exact scores", "+ needed windows")
+TRACE_ENGINES, TRACE_LIMIT, TRACE_COLUMNS = 8, 250, ("both", "exact scores", "priced", "+ passing")
 PUBLISHED_POLICY = "both"
+LARGE_POOL = "priced", (("pool_bytes", 8.0),)  # a column without the limit of memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,12 @@ class Run:
     def load(self) -> Load | TraceLoad:
         """Return the load."""
         return TraceLoad(self.trace, TRACE_LIMIT) if self.trace else Load(1, GROUPS // self.parts)
+
+
+def key_of(run: Run) -> str:
+    """Return the name of a run within its table."""
+    of_trace = [run.trace, str(run.rates[0])] if run.trace else []
+    return " ".join([run.column, *of_trace, *(f"{name}*{factor}" for name, factor in run.factors)])
 
 
 Figures = Mapping[str, float]
