@@ -68,6 +68,37 @@ def test_a_failed_load_forgets_what_it_read():
     inspect.check(engine.replica)
 
 
+def host_and_peer() -> Mover:
+    """The host has the first two blocks, a peer the third."""
+    engine = Mover(full(), tiers=(HOST, PEERS))
+    engine.save(TEXT[:8])
+    engine.step(Part(peers=rows(TEXT)))
+    return engine
+
+
+def test_a_failed_load_forgets_what_it_read_in_its_farthest_tier_and_the_next_one_the_rest():
+    engine = host_and_peer()
+    asked = engine.ask(3, TEXT + "x")
+    assert list(asked.result.orders.load_tier) == [0, 0, 1]
+    assert engine.cache(jobs_failed=asked.result.admit_job).preempted == [3]
+    again = engine.ask(4, TEXT[:8] + "y")
+    assert list(again.result.orders.load_tier) == [0, 0], "the copies of the host are sound as far as is known"
+    assert engine.cache(jobs_failed=again.result.admit_job).preempted == [4]
+    last = engine.ask(5, TEXT + "z")
+    assert set(last.result.orders.load_tier) == {1}, "those of the peer"
+    inspect.check(engine.replica)
+
+
+@pytest.mark.parametrize("said", ["jobs_done", "jobs_failed"])
+def test_a_load_whose_peer_is_gone_forgets_nothing_else(said):
+    engine = host_and_peer()
+    (job,) = engine.ask(3, TEXT + "x").result.admit_job
+    engine.step(Part(peers=Peers(gone=[0, 1, 2])))
+    assert engine.cache(**{said: [job]}).preempted == [3]
+    assert engine.ask(4, TEXT + "y").hit == 8
+    inspect.check(engine.replica)
+
+
 @pytest.mark.parametrize("change", [Peers(gone=[1]), rows("zzzz", 1), rows(TEXT[:4] + "zzzz", 20)], ids=str)
 def test_a_slot_that_changes_while_it_is_loaded_fails_the_load(change):
     engine = knowing()

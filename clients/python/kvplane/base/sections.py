@@ -109,7 +109,7 @@ class Cache:
 
     jobs_failed: MutableSequence[int] = field(default_factory=list)
     """u64: jobs that failed on some rank, and on which no rank works any more. The request of a failed load is
-    preempted, and what it read is forgotten.
+    preempted, and what it read in the farthest of its tiers is forgotten.
     """
 
     jobs_before: int = 0

@@ -17,7 +17,7 @@ NEW_EPOCH = 0
 # Version of the rules by which the core decides. Raised with every change after which equal steps may have other
 # results, because a mirror needs equal rules in the engine and in the service. `tests/core/test_core_version.py`
 # fails when recorded steps have other results, or the exported state has other bytes.
-CORE_VERSION = 6
+CORE_VERSION = 7
 
 # Defaults of a transport: seconds that a call waits for the service.
 OPEN_TIMEOUT_S = 10.0

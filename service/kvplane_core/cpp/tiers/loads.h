@@ -326,7 +326,7 @@ class TierLoads {
             }
         } else {
             ++tiers_.counters.loads_failed;
-            for (const Filled& row : load.rows) tiers_.Drop(row.key);
+            tiers_.DropFarthest(load.rows);
             const Column gone = runs ? tracker_.Preempt(slot, pool_.step) : Column();
             result->preempted.insert(result->preempted.end(), gone.begin(), gone.end());
         }

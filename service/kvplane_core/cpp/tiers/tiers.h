@@ -206,6 +206,15 @@ class Tiers {
     void Drop(const Key& key) {
         for (Tier& one : each) one.Drop(key);
     }
+    // Forgets what a load that failed read in the farthest of its tiers. See `Tiers.drop_farthest`.
+    void DropFarthest(const std::vector<Filled>& rows) {
+        Int farthest = 0;
+        for (const Filled& row : rows) farthest = std::max(farthest, row.source.tier);
+        Tier& tier = each[static_cast<size_t>(farthest)];
+        for (const Filled& row : rows) {
+            if (row.source.tier == farthest && IsIntact(row.source)) tier.DropSlot(row.source.slot, kDropped);
+        }
+    }
     // Drops permanently what an evicted block holds, its key; every key if only a store could tell which one. See
     // `Tiers.revoke`.
     void Revoke(Block block) {

@@ -306,8 +306,7 @@ class TierLoads:
                 self._blocks.register_again(blocks)
         else:
             tiers.counters.loads_failed += 1
-            for row in load.rows:
-                tiers.drop(row.key)
+            tiers.drop_farthest([row.source for row in load.rows])
             if runs:
                 result.preempted.extend(self._tracker.preempt(slot, self._pool.step))
         # Launches that were sent before the load may still use the pages.

@@ -210,6 +210,15 @@ class Tiers:
         for tier in self.each:
             tier.drop(key)
 
+    def drop_farthest(self, sources: Sequence[Location]) -> None:
+        """Forget what a load that failed read in the farthest of its tiers: a mover does not say which slot it could
+        not read. If it was one of a nearer tier, the next load fails too, and forgets that; copies elsewhere are sound.
+        """
+        farthest = max(source.tier for source in sources)
+        for source in sources:
+            if source.tier == farthest and self.is_intact(source):
+                self.each[farthest].drop_slot(source.slot)
+
     def revoke(self, block: int, key: Key | None) -> None:
         """Drop permanently what an evicted block holds, its `key`; every key if only a store could name it.
 
