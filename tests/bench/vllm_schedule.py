@@ -1,12 +1,15 @@
 """CPU time of schedule() of vLLM's scheduler, kvplane and stock: needs `make vllm-env`.
 
     python -m tests.bench.vllm_schedule [NUM_REQUESTS ...]
+    python -m tests.bench.vllm_schedule --tiers [NUM_REQUESTS ...]
 
 Stock, kvplane in process, the same on the Python core ("python"), kvplane followed by a service ("mirror"), and kvplane
 with a service that decides ("remote"), whose program is sent while the step before it runs, take turns in one process
 (`tests/vllm/schedule_times.py`), with a fake model. The times are CPU times of the engine's thread in schedule(); in
 mode mirror they include submitting the step. `others` is the CPU time per step of the mirror's own thread; `waited` is
-how long schedule() waited for the service that decides. Only the ratios can be compared between machines.
+how long schedule() waited for the service that decides. With --tiers: stock and kvplane in process, without and with
+the tiers of kvplane's connector, which copy each block that fills and load nothing; ratios are to the same without.
+Only the ratios can be compared between machines.
 """
 
 from __future__ import annotations
@@ -15,22 +18,29 @@ import json
 import statistics
 import subprocess
 import sys
+from typing import Any
 
 from tests.vllm import environment
 from tests.vllm.processes import Service
 
 MODES = "kvplane", "python", "mirror", "remote"
+TIERS = {"stock+tiers": "stock", "tiers": "kvplane"}  # the same without them
 SCRIPT = environment.ROOT / "tests" / "vllm" / "schedule_times.py"
+
+
+def times_of(*arguments: object) -> Any:
+    """The times of a run of the script with these arguments."""
+    env = environment.variables()
+    env["PYTHONPATH"] = f"{environment.SOURCE}:{env['PYTHONPATH']}"
+    command = [str(environment.PYTHON), "-P", str(SCRIPT), *map(str, arguments)]
+    done = subprocess.run(command, cwd=environment.SOURCE, env=env, capture_output=True, text=True, check=True)
+    (line,) = [one for one in done.stdout.splitlines() if one.startswith("RESULT ")]
+    return json.loads(line.removeprefix("RESULT "))
 
 
 def measure(num_requests: int, num_groups: int, load: str, address: str) -> str:
     """A line with the median times in microseconds and their ratios."""
-    env = environment.variables()
-    env["PYTHONPATH"] = f"{environment.SOURCE}:{env['PYTHONPATH']}"
-    command = [str(environment.PYTHON), "-P", str(SCRIPT), str(num_requests), str(num_groups), load, address]
-    done = subprocess.run(command, cwd=environment.SOURCE, env=env, capture_output=True, text=True, check=True)
-    (line,) = [one for one in done.stdout.splitlines() if one.startswith("RESULT ")]
-    times = json.loads(line.removeprefix("RESULT "))
+    times = times_of(num_requests, num_groups, load, ",".join(("stock", *MODES)), address)
     stock, *ours = (statistics.median(times[name]["schedule"]) / 1000 for name in ("stock", *MODES))
     others = statistics.median(times["mirror"]["others"]) / 1000
     waited = statistics.median(times["remote"]["waited"]) * 1e6
@@ -38,11 +48,33 @@ def measure(num_requests: int, num_groups: int, load: str, address: str) -> str:
     return f"{num_requests:>4} {num_groups:>6} {load:>5} {stock:>9.0f}{columns} {others:>7.0f} {waited:>7.0f}"
 
 
-if __name__ == "__main__":
-    columns = "".join(f" {name:>9}  ratio" for name in MODES)
-    print(f"   N groups  load  stock us{columns}  others  waited")
+def measure_tiers(num_requests: int, num_groups: int, load: str) -> str:
+    """A line with the median times without and with tiers in microseconds, and the ratios of medians and of means."""
+    times = times_of(num_requests, num_groups, load, ",".join((*TIERS.values(), *TIERS)))
+    columns = ""
+    for tiers, without in TIERS.items():
+        pair = [times[name]["schedule"] for name in (without, tiers)]
+        median, more = (statistics.median(one) / 1000 for one in pair)
+        ratio = statistics.mean(pair[1]) / statistics.mean(pair[0])
+        columns += f" {median:>9.0f} {more:>9.0f} {more / median:>6.2f} {ratio:>6.2f}"
+    return f"{num_requests:>4} {num_groups:>6} {load:>5}{columns}"
+
+
+def main(sizes: list[int], has_tiers: bool) -> None:
+    """Print the table."""
+    names = "".join(f" {name:>9}  ratio" for name in MODES)
+    head = f" stock us{names}  others  waited"
+    if has_tiers:
+        head = "".join(f" {without:>9} {'tiers':>9}  ratio  means" for without in TIERS.values())
+    print(f"   N groups  load {head}")
     with Service() as service:
-        for size in [int(given) for given in sys.argv[1:]] or [8, 64, 256]:
+        for size in sizes:
             for groups in (1, 7):
                 for rows in ("phase", "even"):
-                    print(measure(size, groups, rows, service.address), flush=True)
+                    of = (size, groups, rows)
+                    print(measure_tiers(*of) if has_tiers else measure(*of, service.address), flush=True)
+
+
+if __name__ == "__main__":
+    given = sys.argv[1:]
+    main([int(one) for one in given if one != "--tiers"] or [8, 64, 256], "--tiers" in given)

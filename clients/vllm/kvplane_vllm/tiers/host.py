@@ -139,9 +139,14 @@ class HostAllocator:
         if len(progress.executed) == len(self._ranks):
             self.executed = max(self.executed, min(progress.executed.values()))
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether copies or jobs have ended that the allocator does not know of; the next step reports it."""
+        return not self._part and (self._has_ends or self._reported < min(self.executed, self.last_copies))
+
     def open_if_ended(self) -> None:
         """Let the allocator know what has ended, with a step of its own if none is open."""
-        if not self._part and (self._has_ends or self._reported < min(self.executed, self.last_copies)):
+        if self.has_ended:
             self.apply(Part())
 
     def apply(self, part: Part, last: bool = False) -> PartResult:
@@ -162,10 +167,12 @@ class HostAllocator:
             self._record(result, part.cache.jobs_done)
             for job in part.cache.jobs_failed:
                 self._saving.pop(job, None)
-        self._jobs.order(self._seq, self._part, result)
-        orders, jobs = result.orders, self._ranks[0].ordered
-        for rank in self._ranks:
-            rank.ordered = b""
+        orders, jobs = result.orders, b""
+        if self._has_jobs:
+            self._jobs.order(self._seq, self._part, result)
+            jobs = self._ranks[0].ordered
+            for rank in self._ranks:
+                rank.ordered = b""
         self._orders.append(PartOrders(self._part, list(orders.stamp_block), list(orders.stamp), jobs))
         self._part += 1
         return result

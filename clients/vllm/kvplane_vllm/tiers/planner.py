@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("vllm.kvplane")
 MOST_LOADS = 3  # of one request from the disk, before vLLM takes its hit: one may fail, or be evicted before
 MOST_SHADOWS = 1 << 13
+MOST_QUIET = 8  # steps of vLLM until the allocator knows that copies have ended, if none asks for it before
 MOST_ASKED = 64  # hints that wait; the oldest are forgotten
 
 
@@ -79,6 +80,7 @@ class Planner:
         self._free_slots: list[int] = []
         self._num_slots = self._num_prompts = 0
         self._loads: dict[str, list[Copies] | None] = {}
+        self._num_quiet = 0  # steps of vLLM since the last one of the allocator
         self._lost: set[int] = set()  # slots of shadows that lost what they got in this step
         self._is_broken = False
         self._asked: deque[CacheRequest] = deque()  # by hints of vLLM
@@ -170,12 +172,14 @@ class Planner:
         before = self.host.seq if self.host.executed < self.host.last_copies else 0
         saves = [] if self._is_broken else self._saves(output)
         loads, self._loads = self._loads, {}
-        self.host.open_if_ended()
-        self._take_ends()
         orders = StepOrders(self.host.epoch, saves=saves, loads=loads)
-        if self.host.is_open or saves or loads:
+        self._num_quiet += 1
+        is_due = self._num_quiet >= MOST_QUIET or not output.num_scheduled_tokens
+        if self.host.is_open or saves or loads or (is_due and self.host.has_ended):
             orders.parts = self.host.close(has_copies=bool(saves or loads))
             orders.seq = self.host.seq
+            self._num_quiet = 0
+            self._take_ends()
         if before:
             orders.overwritten = overwritten_by(output, loads)
         return orders
@@ -185,10 +189,13 @@ class Planner:
         facts, runs, grows, new = list[Update](), list[RunRow](), list[_Grows](), list[tuple[int, _Grows]]()
         shadows, unit, scheduled = self._shadows, self._unit, output.num_scheduled_tokens
         states: Mapping[int, int] = {}
-        for name, computed in computed_of(output):
-            shadow = shadows.get(name)
-            if shadow is None or computed + scheduled[name] < shadow.held + unit:
-                continue  # no block is full that was not: so are most decodes
+        filled = [  # of others no block is full that was not: of most decodes
+            (shadow, computed)
+            for name, computed in computed_of(output)
+            if (shadow := shadows.get(name)) is not None and computed + scheduled[name] >= shadow.held + unit
+        ]
+        for shadow, computed in filled:
+            name = shadow.request.request_id
             end = self._end_of(shadow, computed + scheduled[name])
             if self._state_groups:
                 end, states = self._state_of(name, end, output)

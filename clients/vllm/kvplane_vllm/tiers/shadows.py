@@ -89,11 +89,12 @@ class Prompt:
 
 
 def computed_of(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
-    """Yield the requests of a step, with their computed tokens before it."""
-    for one in output.scheduled_new_reqs:
-        yield one.req_id, one.num_computed_tokens
-    cached = output.scheduled_cached_reqs
-    yield from zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+    """Return the requests of a step, with their computed tokens before it."""
+    new, cached = output.scheduled_new_reqs, output.scheduled_cached_reqs
+    return chain(
+        [(one.req_id, one.num_computed_tokens) for one in new],
+        zip(cached.req_ids, cached.num_computed_tokens, strict=True),
+    )
 
 
 def blocks_of(state: KVConnectorBlockState | None, name: str) -> Sequence[Sequence[int]]:
