@@ -267,9 +267,8 @@ def main() -> None:
         faults += world.faults
         if world.doubles:
             print(f"seed {seed}: two services have {world.doubles[0]}")
-    print(
-        f"{arguments.seeds} seeds: {failovers} failovers, {doubles} double grants, {refused} epochs refused, {faults}"
-    )
+    print(f"{arguments.seeds} seeds: {failovers} failovers, {doubles} double grants, {faults}")
+    print(f"{refused} epochs that the grant alone would have begun, and the workers refused")
 
 
 if __name__ == "__main__":

@@ -105,6 +105,10 @@ async def test_no_epoch_begins_in_the_first_lease_of_a_table():
     assert first.state() is ReplicaState.LIVE
 
 
+def test_clients_repeat_what_was_not_granted():
+    assert NotGranted.reason == Unavailable.reason
+
+
 async def test_a_start_waits_while_the_table_is_new_and_not_without_it(monkeypatch):
     net = GrantedNet()
     first = await net.service("a:1")

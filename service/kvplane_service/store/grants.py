@@ -46,9 +46,9 @@ _log = logging.getLogger(__name__)
 
 
 class NotGranted(Unavailable):
-    """This service may not begin an epoch of the replica: it does not have the grant, or did not renew it in time."""
-
-    reason = "NOT_GRANTED"
+    """This service may not begin an epoch of the replica: it does not have the grant, or did not renew it in time. Its
+    reason is that of Unavailable, so that clients try again.
+    """
 
 
 class Member(NamedTuple):

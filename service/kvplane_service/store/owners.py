@@ -32,7 +32,16 @@ class OwnerUnknown(Unavailable):
 
 
 class Owners(Protocol):
-    """What this process may own."""
+    """What this process may own.
+
+    Attributes:
+        are_granted: one process at a time may own a replica, and has to renew to let others have it.
+    """
+
+    @property
+    def are_granted(self) -> bool:
+        """See above."""
+        ...
 
     async def prepare(self) -> None:
         """Wait until replicas can be taken, at most a lease. Returns at once if the store fails."""
@@ -70,6 +79,8 @@ class Owners(Protocol):
 
 class StoreOwners:
     """Implements Owners by the leases of services in the index store."""
+
+    are_granted = False
 
     def __init__(self, keeper: Keeper, lease_ms: int, probe: Probe) -> None:
         """`probe` returns True if no process listens at an address: then the service there has ended."""
@@ -120,6 +131,8 @@ class StoreOwners:
 
 class GrantedOwners:
     """Implements Owners by grants."""
+
+    are_granted = True
 
     def __init__(self, grants: Grants, keeper: Keeper) -> None:
         self._grants, self._keeper = grants, keeper

@@ -163,7 +163,7 @@ class Ownership:
             async with self._lock(name):
                 if name in self._registry:
                     await self._keeper.release([name], _shutting_down())
-            await self._renew()
+            await self._hand_over()
 
     async def leave(self, busy: Iterable[str]) -> None:
         """Shut down: adopt (take over) no further replica, and release all replicas to other services except `busy`,
@@ -179,7 +179,7 @@ class Ownership:
             await self._keeper.release(self._released, _shutting_down())
         finally:
             self._released = ()
-        await self._renew()
+        await self._hand_over()
         for name in names:
             await self.release(name)  # once its adoption has ended
 
@@ -202,6 +202,11 @@ class Ownership:
         """
         if await self._renew():
             await self._compare_all()
+
+    async def _hand_over(self) -> None:
+        """Let others have what this service has released. A released record does that where owners are hints."""
+        if self._owners.are_granted:
+            await self._renew()
 
     async def _repeat(self, work: Callable[[], Awaitable[bool]]) -> None:
         while self._keeper.shared_store is not None:
