@@ -315,7 +315,8 @@ def _draw_users(columns: Mapping[str, Any], path: Path) -> None:
         axes.plot(levels, points, "o" if one.hybrid else "x", color=f"C{number // 2}")
     axes.set_xlabel("users")
     axes.set_ylabel("prompt tokens/s")
-    axes.legend(loc="upper right")
+    axes.set_ylim(0, 600_000)  # room for the legend
+    axes.legend(loc="upper right", ncols=2)
     _save(figure, path)
 
 
