@@ -350,7 +350,7 @@ FAULTS = [
     Fault("the hit on the device is evicted for the load", "tiers/loads.h",
           "for (const Block block : on_device) pool_.Touch(block);", ";"),
     Fault("loads of failed requests keep their keys", "tiers/loads.h", "tiers_.DropFarthest(load.rows);", ""),
-    Fault("a failed load forgets what it read in any tier", "tiers/tiers.h", "row.source.tier == farthest && ", ""),
+    Fault("a failed load forgets what it read in any tier", "tiers/tiers.h", "row.source.tier == farthest", "true"),
     Fault("a load begins before the last use of its pages", "tiers/loads.h",
           "const Int after = pool_.LastUse(filled);", "const Int after = 0;"),
     Fault("a load is done before it could start", "validate.h", "load->second.after > executed_through_", "false"),
