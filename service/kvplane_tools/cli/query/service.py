@@ -157,18 +157,33 @@ def top_command(
         app.run() if svg is None else app.save_picture(svg)
 
 
-def doctor_command(output: Output = TABLE) -> None:
+def doctor_command(
+    kubernetes: Annotated[
+        bool, typer.Option("--kubernetes", help="Check why pods of the chart do not run, by kubectl.")
+    ] = False,
+    namespace: Annotated[str, typer.Option("-n", "--namespace", help="Of the release [default: the context's].")] = "",
+    context: Annotated[str, typer.Option("--kube-context", help="Of kubectl [default: the current one].")] = "",
+    output: Output = TABLE,
+) -> None:
     """Check a service for common problems and print remedies. Exits 1 if any are found.
 
     Checks health, reflection, versions, clocks, expired sessions, ranks without a worker, workers of another epoch, the
-    store, external loads, budgets and drafts. Says how blocks are hashed.
+    store, external loads, budgets and drafts. Says how blocks are hashed. With --kubernetes it queries the cluster, not
+    a service: nodes, quotas, security, secrets, volumes and images that keep pods from running.
     """
     from dataclasses import asdict
 
     from kvplane_tools.cli.query.checks import examine
+    from kvplane_tools.cli.query.kubernetes import look
 
+    if (namespace or context) and not kubernetes:
+        what = "--namespace and --kube-context are those of a cluster"
+        raise InvalidArgument(what, field="kvplane doctor", remedy="add --kubernetes")
     with remedies():
-        findings = examine(given().address, given().access(), given().request_timeout)
+        if kubernetes:
+            findings = look(namespace, context)
+        else:
+            findings = examine(given().address, given().access(), given().request_timeout)
     print(text_of(lambda: [asdict(one) for one in findings], output, table=lambda: _finding_table(findings)))
     raise typer.Exit(0 if all(one.is_well for one in findings) else FAILED)
 
