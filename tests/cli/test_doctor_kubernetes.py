@@ -269,7 +269,8 @@ def test_a_kubectl_that_hangs_is_ended(cluster, kvplane, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--kubernetes", "-n", "--all"), ("--kubernetes", "-n", "A"), ("-n", "models"), ("--kube-context", "one")]
+    "arguments",
+    [("--kubernetes", "-n", "--all"), ("--kubernetes", "-n", "A"), ("-n", "models"), ("--kube-context", "one")],
 )
 def test_wrong_options_are_refused(kvplane, arguments):
     assert kvplane("doctor", *arguments)[0] == WRONG_USE

@@ -21,7 +21,7 @@ USER, PASSWORD = "kvplane", "a-long-secret"
 # Exactly the permissions that the store needs.
 ACL = (
     f"user {USER} on >{PASSWORD} ~kvplane* resetchannels -@all +xadd +xtrim +xlen +xrange +pexpire +get "
-    "+set +del +zadd +zrange +zrem +zremrangebyscore +time +memory|usage +multi +exec +ping +hello"
+    "+set +del +eval +zadd +zrange +zrem +zremrangebyscore +time +memory|usage +multi +exec +ping +hello"
 )
 
 
@@ -34,6 +34,16 @@ def redis_command() -> tuple[str, ...]:
     tried = subprocess.run([*command, "--version"], capture_output=True, text=True)
     if tried.returncode != 0:
         pytest.skip(f"there is no redis-server: {tried.stderr}")
+    return command
+
+
+@functools.cache
+def etcd_command() -> tuple[str, ...]:
+    """The command of etcd: installed, or unpacked from Debian's package. Skips where there is neither."""
+    command = (str(DEBIAN), "etcd")
+    tried = subprocess.run([*command, "--version"], capture_output=True, text=True)
+    if tried.returncode != 0:
+        pytest.skip(f"there is no etcd: {tried.stderr}")
     return command
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import subprocess
 import time
 from dataclasses import replace
@@ -94,13 +93,12 @@ class TestLease(TableContract):
 
 @pytest.fixture(scope="module")
 def etcd(tmp_path_factory):
-    if shutil.which("etcd") is None:
-        pytest.skip("there is no etcd: install Debian's etcd-server")
+    command = servers.etcd_command()
     client, peer = (f"http://127.0.0.1:{servers.free_port()}" for _ in range(2))
     urls = ("--listen-client-urls", client, "--advertise-client-urls", client, "--listen-peer-urls", peer)
     more = ("--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}", "--log-level", "error")
     folder = tmp_path_factory.mktemp("etcd")
-    process = subprocess.Popen(["etcd", "--data-dir", str(folder), *urls, *more], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen([*command, "--data-dir", str(folder), *urls, *more], stderr=subprocess.DEVNULL)
     try:
         yield client
     finally:
@@ -275,15 +273,15 @@ class TestApiServer:
         _, at = server
         one, other = grants_of(lease_table(at), "a:1", 1), grants_of(lease_table(at), "b:1", 2)
         deadline = time.monotonic() + 20
-        while not _has(one, "r"):
+        while not has(one, "r"):
             assert time.monotonic() < deadline
             await one.renew({"r": 0})
             await asyncio.sleep(LEASE_MS / 5000)
         assert await other.take("r") == "a:1"
-        while not _has(other, "r"):  # the first has stopped
+        while not has(other, "r"):  # the first has stopped
             assert time.monotonic() < deadline
             await other.renew({"r": 0})
-            assert not (_has(one, "r") and _has(other, "r"))
+            assert not (has(one, "r") and has(other, "r"))
             await asyncio.sleep(LEASE_MS / 5000)
         assert await one.renew({"r": 0}) == {"r": "b:1"}
 
@@ -292,7 +290,7 @@ def rotate(token: Path) -> None:
     token.write_text("second\n")
 
 
-def _has(grants: Grants, name: str) -> bool:
+def has(grants: Grants, name: str) -> bool:
     try:
         grants.check(name)
     except NotGranted:

@@ -37,7 +37,7 @@ ownership: {{ printf "lease:%s/%s" .Release.Namespace (include "kvplane.fullname
 ownership_ca: {{ $dir }}/account/ca.crt
 ownership_token: {{ $dir }}/account/token
 {{- else if include "kvplane.sharesStore" . }}
-ownership: {{ eq .Values.ownership.type "etcd" | ternary (printf "etcd:%s" .Values.ownership.etcdUrls) "store" | quote }}
+ownership: {{ eq .Values.ownership.type "etcd" | ternary (printf "etcd:%s" .Values.ownership.etcdUrls) .Values.ownership.type | quote }}
 {{- end }}
 {{- with .Values.store.external }}
 {{- if .caKey }}

@@ -147,6 +147,19 @@ class OwnerTable(Protocol):
         ...
 
 
+@runtime_checkable
+class OwnerStore(Protocol):
+    """A store of an index that has a table of owners too. The methods are those of OwnerTable."""
+
+    async def read_owners(self) -> Stored:
+        """See OwnerTable.read."""
+        ...
+
+    async def replace_owners(self, version: str | None, raw: bytes) -> bool:
+        """See OwnerTable.replace."""
+        ...
+
+
 class BlockingStore(Protocol):
     """An IndexStore with blocking calls, called by one thread at a time. Its constructor opens it."""
 

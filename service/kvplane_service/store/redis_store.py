@@ -3,6 +3,7 @@
     PREFIX:format                                       version of the format
     PREFIX:replicas                                     names by the expiry time of their records (sorted set)
     PREFIX:service:ADDRESS                              lease of a live service
+    PREFIX:owners                                       the table of owners, if the services use it, behind its version
     PREFIX:{replica}:record                             a replica's record
     PREFIX:{replica}:NAMESPACE:INCARNATION:log          its log on one incarnation of its page memory
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, TypeAlias, cast
@@ -43,13 +45,22 @@ from kvplane_service.store.errors import (
     StoreReadOnly,
     StoreUnavailable,
 )
-from kvplane_service.store.interface import ALIVE, MAX_SEQ, LogName, StoredChunk
+from kvplane_service.store.interface import ALIVE, MAX_SEQ, LogName, Stored, StoredChunk
 
 FORMAT_VERSION = 1
 _PAGE = 64  # chunks, or names, of one answer
 _MAX_DIGITS = 9  # of a format version
 _CHUNK = b"c"  # name of the only field of a stream's entries
 _MAX_CONNECTIONS = 4
+_VERSION_BYTES = 16
+# Replaces a table if it has the version ARGV[1], "" for none. Of two equal calls the second one changes nothing.
+_REPLACE_OWNERS = f"""
+local version = string.sub(redis.call('GET', KEYS[1]) or '', 1, {_VERSION_BYTES})
+if version == string.sub(ARGV[2], 1, {_VERSION_BYTES}) then return 1 end
+if version ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
+return 1
+"""
 
 _log = logging.getLogger(__name__)
 
@@ -222,6 +233,22 @@ class RedisStore:
         async with self._named_errors(self._service_key(service)) as client:
             found: bytes | None = await client.get(self._service_key(service))
             return found
+
+    async def read_owners(self) -> Stored:
+        """Return the table of owners (see OwnerTable.read). A primary may have lost it, or what was written last."""
+        async with self._named_errors(f"{self._prefix}:owners") as client:
+            found: bytes | None = await client.get(f"{self._prefix}:owners")
+        if found is None:
+            return Stored(b"", None)
+        return Stored(found[_VERSION_BYTES:], found[:_VERSION_BYTES].hex())
+
+    async def replace_owners(self, version: str | None, raw: bytes) -> bool:
+        """Replace the table of owners (see OwnerTable.replace)."""
+        before, now = bytes.fromhex(version or ""), secrets.token_bytes(_VERSION_BYTES)
+        async with self._named_errors(f"{self._prefix}:owners") as client:
+            return bool(
+                await client.eval(_REPLACE_OWNERS, 1, f"{self._prefix}:owners", before, now + raw, self._ttl_ms)
+            )
 
     async def close(self) -> None:
         """Close connections and files (see IndexStore.close)."""
