@@ -140,7 +140,6 @@ SAMPLED = {
     "tests/engine/test_canary.py::test_one_damaged_slot_of_any_layer_is_found_before_a_launch_reads_it": 3,
     "tests/plan/test_planner_costs.py::test_a_plan_of_the_most_layers_has_a_bounded_cost": 3,
     "tests/router/test_replicas.py::test_claims_equal_find_cache_hit": 2,
-    "tests/service/test_explain_random.py::test_every_explanation_is_that_of_the_model": 3,
     "tests/service/test_mirror_random.py::test_a_mirror_is_right_or_hidden": 3,
     "tests/store/test_store_fuzz.py::test_a_damaged_file_ends_no_service": 2,
     "tests/store/test_store_fuzz.py::test_a_forged_row_ends_no_service": 3,

@@ -198,10 +198,7 @@ class Config(BaseModel):
     renewed.
     """
     ownership: str = "store"
-    """Where services that share a store agree which of them owns a replica, all alike: store (leases in it, which are
-    hints), grants (grants in it, if it is Redis), lease:[NAMESPACE/]NAME (grants in a Kubernetes Lease) or
-    etcd:http[s]://HOST:PORT,... (grants in etcd).
-    """
+    """Where services agree which one owns a replica: store (hints in it), grants (in Redis), lease:NAME or etcd:URL."""
     ownership_ca: str = ""
     """PEM file of the authorities of the API server (empty = the pod's) or etcd (empty = those of the system)."""
     ownership_token: str = ""
@@ -422,10 +419,9 @@ def _contradictions(config: Config) -> Iterator[tuple[bool, str, str, str]]:
         what = "it is empty, so that every token signed with a key of auth_jwks would be accepted"
         yield not has and bool(config.auth_jwks), key, what, "set it to the value that your tokens state"
         yield has and not config.auth_jwks, "auth_jwks", f"it is empty, although {key} is set", "name a JWKS file"
-    is_alone = config.ownership != "store" and not config.store.startswith(("redis", "memory"))
-    yield is_alone, "ownership", f"services cannot share {config.store!r}", "leave it `store`, or use Redis"
-    is_memory = config.ownership == "grants" and config.store.startswith("memory")
-    yield is_memory, "ownership", "a store in memory has no grants", "leave it `store`, or use Redis"
+    shared = {"store": ("",), "grants": ("redis",)}.get(config.ownership, ("redis", "memory"))
+    what = f"services cannot share {config.store!r}"
+    yield not config.store.startswith(shared), "ownership", what, "leave it `store`, or use Redis"
     what = "it is set, although metrics_listen is empty"
     is_unused = bool(config.metrics_token_file) and not config.metrics_listen
     yield is_unused, "metrics_token_file", what, "set metrics_listen, or leave metrics_token_file empty"

@@ -256,7 +256,7 @@ def test_a_cluster_that_does_not_answer_is_named(cluster, kvplane, monkeypatch, 
     assert said in errors
 
 
-def test_a_machine_without_kubectl_is_told_so(tmp_path, kvplane, monkeypatch):
+def test_a_machine_without_kubectl_is_named(tmp_path, kvplane, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     code, _, errors = kvplane("doctor", "--kubernetes")
     assert (code, "install kubectl" in errors) == (FAILED, True)

@@ -156,7 +156,8 @@ async def test_an_answer_that_is_nested_deeply_tokenizes_nothing():
     assert asked
 
 
-def test_every_http_question_of_the_product_goes_through_one_function():
+def test_every_http_question_of_the_product_goes_through_two_functions_that_bound_it():
+    """The service is below the router; what bounds its calls is tested in tests/store/test_owner_tables.py."""
     importers = set()
     for top in ("service", "clients", "gpu_worker"):
         for path in (ROOT / top).rglob("*.py"):
@@ -166,4 +167,4 @@ def test_every_http_question_of_the_product_goes_through_one_function():
                     names = [node.module, *(f"{node.module}.{one.name}" for one in node.names)]
                 if any(name in HTTP_CLIENTS or name.split(".")[0] in HTTP_CLIENTS for name in names):
                     importers.add(path.relative_to(ROOT).as_posix())
-    assert importers == {"service/kvplane_fleet/router/asking.py"}
+    assert importers == {"service/kvplane_fleet/router/asking.py", "service/kvplane_service/store/json_api.py"}

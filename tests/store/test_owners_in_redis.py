@@ -74,7 +74,7 @@ async def test_without_redis_there_is_no_table(store):
 
 
 def test_grants_need_a_store_that_services_share():
-    for store in ("memory", "sqlite:/tmp/x"):
+    for store in ("memory", "sqlite:entries.db"):
         with pytest.raises(InvalidArgument, match="ownership"):
             check_together(Config(ownership="grants", store=store))
 

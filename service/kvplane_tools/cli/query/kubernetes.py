@@ -22,7 +22,7 @@ TIMEOUT_S = 20.0  # of each call
 MAX_BYTES = 64 << 20  # of an answer
 _SELECTOR = "--selector=app.kubernetes.io/part-of=kvplane"
 _WORKLOADS = {"StatefulSet": "replicas", "Deployment": "replicas", "DaemonSet": "desiredNumberScheduled"}
-_STARTS = {"", "ContainerCreating", "PodInitializing"}  # reasons of containers that say nothing
+_STARTS = {"", "ContainerCreating", "PodInitializing"}  # reasons of containers without a problem
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
 # What helps, by what Kubernetes reports. The first that matches counts.
@@ -175,8 +175,8 @@ def _problem_of(pod: Object, warnings: dict[str, Object], claims: dict[str, Obje
     event = warnings.get(str(_at(pod, "metadata", "uid")))
     if event is not None:
         return _text_of(event)
-    told = _at(status, "message") or _at(status, "reason") or _at(conditions, "Ready", "message")
-    return f"not ready: {told or _at(status, 'phase')}"
+    stated = _at(status, "message") or _at(status, "reason") or _at(conditions, "Ready", "message")
+    return f"not ready: {stated or _at(status, 'phase')}"
 
 
 def _remedy(seen: str, pod: str) -> str:
