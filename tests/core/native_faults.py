@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import mmap
 import os
 import re
 import shutil
@@ -457,6 +458,7 @@ class Play:
         self._records, self._failed = "--record" in chosen, ""
         self._finds: dict[str, str] = json.loads(FINDS.read_text())
         self._took: dict[str, float] = {}  # seconds of each test
+        self._running = mmap.mmap(-1, 1 << 12)  # shared with children: the name of the test that runs
         self.is_good = True
 
     @pytest.hookimpl(tryfirst=True)
@@ -497,7 +499,10 @@ class Play:
         with os.fdopen(readable) as pipe:
             found = pipe.read()
         _, status = os.waitpid(child, 0)
-        return found if status == 0 else f"the process ended with {os.waitstatus_to_exitcode(status)}"
+        if status == 0:
+            return found
+        print(f"the process ended with {os.waitstatus_to_exitcode(status)}", file=sys.stderr)
+        return self._running[:].rstrip(b"\0").decode()
 
     def _found_by(self, items: Sequence[pytest.Item]) -> str:
         return self._run(items) or fuzzed()
@@ -509,6 +514,7 @@ class Play:
 
     def _run(self, items: Sequence[pytest.Item]) -> str:
         for item, following in zip_longest(items, items[1:]):
+            self._running[:] = item.nodeid.encode().ljust(len(self._running), b"\0")
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             if self._failed:
                 break
