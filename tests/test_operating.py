@@ -26,10 +26,10 @@ DOCS = Path(__file__).parents[1] / "docs"
 PAGES = [DOCS / "operating.md", *sorted((DOCS / "operating").glob("*.md"))]
 TEXT = "\n".join(page.read_text() for page in PAGES)
 COMMANDS = sorted(set(re.findall(r"`(kvplane [a-z][^`]*)`", TEXT)))
-# Full-screen; needs a store, certificates or a replica; runs until stopped: other tests run them.
+# Full-screen; needs a store, a cluster, certificates or a replica; runs until stopped: other tests run them.
 LEFT_OUT = {
     "kvplane top", "kvplane bench", "kvplane store inspect", "kvplane worker --service a:7070,b:7070", "kvplane mrc",
-    "kvplane status --tls-ca ca.pem --token-file token",
+    "kvplane status --tls-ca ca.pem --token-file token", "kvplane doctor --kubernetes -n NAMESPACE",
 }  # fmt: skip
 FLEET = [command for command in COMMANDS if command.startswith("kvplane fleet")]  # tests/router/test_cli.py runs them
 CHANGES = ("deregister", "reset", "evict")
