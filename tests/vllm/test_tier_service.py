@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import Medium, SavePolicy
 from kvplane.base.hashing import HashScheme, RequestHasher, pack_tokens, split_hashes
 from kvplane.base.requests import Content
@@ -219,6 +221,9 @@ def test_evictions_and_resets_take_effect_in_the_tiers(service, tmp_path):
         (hints.RETAIN, {"ttl_s": 8 * 24 * 3600}),
         (hints.RETAIN, {"ttl_s": 1, "priority": 101}),
         (hints.RETAIN, {"ttl_s": 1, "priority": 0.5}),
+        (hints.RETAIN, {"ttl_s": 1, "priority": math.inf}),
+        (hints.RETAIN, {"ttl_s": 1, "priority": math.nan}),
+        (hints.RETAIN, {"ttl_s": math.nan}),
         (hints.PREFETCH, {}),
         (hints.PREFETCH, {"token_ids": [1, 2, 3]}),
         (hints.PREFETCH, {"token_ids": [1] * 129}),
@@ -237,6 +242,21 @@ def test_a_hint_that_is_wrong_is_named_and_changes_nothing(action_type, payload,
     (record,) = caplog.records
     assert "payload" in record.getMessage()
     assert not planner.host.is_open
+
+
+def test_a_salt_that_is_no_text_is_named():
+    (action,) = hint(hints.PREFETCH, token_ids=[1] * 8, cache_salt="\ud800").actions
+    given = {"kv_hints": SimpleNamespace(actions=[action])}
+    with pytest.raises(InvalidArgument, match="salt"):
+        hints.prefetches(Request(request_id="one", tokens=[*PROMPT], **given), engine_spec(128, 64))
+
+
+@pytest.mark.parametrize("payload", [None, [], "text"])
+def test_a_payload_that_is_no_object_is_named(payload):
+    action = SimpleNamespace(action_type=hints.RETAIN, action_version=hints.VERSION, payload=payload)
+    given = {"kv_hints": SimpleNamespace(actions=[action]), "num_prompt_tokens": 40}
+    with pytest.raises(InvalidArgument, match="payload"):
+        hints.retained(Request(request_id="one", tokens=[*PROMPT], **given), 4)
 
 
 def test_hints_of_others_and_of_other_versions_are_left_alone(caplog):

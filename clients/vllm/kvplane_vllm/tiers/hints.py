@@ -40,6 +40,8 @@ def _payloads(request: Request, action_type: str) -> Iterator[dict[str, Any]]:
             continue
         if action.action_version != VERSION:
             raise _wrong("action_version", f"{action_type} has version {VERSION} here")
+        if not isinstance(action.payload, dict):
+            raise _wrong("payload", "give an object")
         yield action.payload
 
 
@@ -71,11 +73,11 @@ def retained(request: Request, hash_block_size: int) -> list[CacheRequest]:
         ttl_s, priority = payload.get("ttl_s"), payload.get("priority", 0)
         if not _is_number(ttl_s) or not 0 < ttl_s <= MAX_RETAINED_NS // NS:  # type: ignore[operator]
             raise _wrong("payload.ttl_s", f"give more than 0 and at most {MAX_RETAINED_NS // NS} seconds")
-        if not _is_number(priority) or int(priority) != priority or not 0 <= priority <= MAX_PRIORITY:
+        if not _is_number(priority) or not 0 <= priority <= MAX_PRIORITY or int(priority) != priority:
             raise _wrong("payload.priority", f"give an integer from 0 to {MAX_PRIORITY}")
         if hashes:
             rows = Retain([len(hashes)], b"".join(hashes), owner=[OWNER], percent=[RETAINED_PERCENT])
-            rows.priority, rows.until_ns, rows.now_ns = [int(priority)], [int(ttl_s * NS)], [0]  # type: ignore[operator]
+            rows.priority, rows.until_ns, rows.now_ns = [int(priority)], [max(1, int(ttl_s * NS))], [0]  # type: ignore[operator]
             found.append(CacheRequest(0, rows=Part(retain=rows)))
     return found
 
