@@ -13,7 +13,7 @@ from kvplane.base.groups import MambaMode
 from kvplane.base.layer_json import LAYER_TYPES, spec_from_dict
 from kvplane.base.layer_spec import AttentionSpec, DType
 from kvplane.base.layers import KVSharingLayer, Layer, MambaSpec
-from kvplane.base.worker import Assignment, WorkerInfo, WorkerState
+from kvplane.base.worker import MAX_NIXL_BYTES, Assignment, PeerArena, Renewal, WorkerInfo, WorkerState
 from kvplane.v1 import plan_pb2, replica_pb2
 from kvplane_plan.planner import Layout, to_rank_plan
 from tests.base.test_layer_json import LEAST
@@ -115,3 +115,13 @@ def test_a_plan_that_differs_from_its_digest_is_refused():
 def test_worker_info_round_trips():
     info = WorkerInfo(3, 2**64 - 1, "unix:/run/socket", 77, "cuda:1", WorkerState.READY, 2**63, 9, "abc")
     assert wire.decode_worker(wire.encode_worker(info)) == info
+    lent = replace(info, host_incarnation=b"h" * 16, mapped=(b"p" * 16,), nixl_arena=b"metadata", nixl_peers=1)
+    assert wire.decode_worker(wire.encode_worker(lent)) == lent
+    for wrong in (replace(lent, nixl_arena=bytes(MAX_NIXL_BYTES + 1)), replace(lent, nixl_peers=2)):
+        with pytest.raises(InvalidArgument, match=r"^worker.nixl_"):
+            wire.decode_worker(wire.encode_worker(wrong))
+
+
+def test_a_renewal_round_trips():
+    renewal = Renewal(900, (PeerArena(40, 8, "unix:/run/socket", b"i" * 16, b"metadata"),))
+    assert wire.decode_renewal(wire.encode_renewal(renewal)) == renewal

@@ -11,6 +11,8 @@ from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import TierKind, TierSpec
 from kvplane_service.config import Config
 from kvplane_service.registry import Entry, Registration, Registry
+from kvplane_service.rpc.encode import encode_description
+from kvplane_service.runtime.reports import StoreReport, StoreState
 from kvplane_worker.engine.request import Request
 from kvplane_worker.tiers.seal import IDENTITY_BYTES
 from tests.core.builders import full, replica_spec
@@ -129,6 +131,18 @@ def test_ranges_of_new_memory_overlap_with_none(site: Site):
     (again,) = namespace.arenas(second.name, 0)
     assert again.first == one.first
     assert again.incarnation != one.incarnation
+
+
+def test_metadata_of_an_agent_goes_to_workers_that_may_read_its_memory_and_is_not_shown(site: Site):
+    first, second = site.worlds
+    entry = entry_of(site, first)
+    entry.workers.renew(replace(site.info(first, 0), nixl_arena=b"metadata"))
+    assert entry.namespace is not None
+    (given,) = entry.namespace.arenas(second.name, 0)
+    assert given.nixl_arena == b"metadata"
+    assert entry.namespace.arenas("a replica of another namespace", 0) == []
+    (shown,) = encode_description(entry, StoreReport(StoreState.OFF)).workers
+    assert (shown.host_incarnation, shown.nixl_arena) == (given.incarnation, b"")
 
 
 def test_a_tier_of_peers_that_is_too_small_reads_no_peer():

@@ -159,7 +159,8 @@ class Namespace:
         for other in self._others(name):
             infos = {one.rank: one for one in other.workers.alive()}
             if other.first >= 0 and rank in infos:
-                found.append(PeerArena(other.first, other.num_slots, infos[rank].address, other.memory[rank]))
+                info = infos[rank]
+                found.append(PeerArena(other.first, other.num_slots, info.address, other.memory[rank], info.nixl_arena))
         return found
 
     def _others(self, name: str) -> Iterator[Member]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from heapq import nlargest
 from io import BytesIO
 from itertools import chain
@@ -169,7 +170,7 @@ def encode_description(entry: Entry, report: StoreReport) -> pb.DescribeReplicaR
         num_ranks=entry.registration.num_ranks,
         common_prefix_blocks=replica.common_prefix_blocks(),
         residency=encode_residency(replica.residency),
-        workers=[wire.encode_worker(worker) for worker in entry.workers.alive()],
+        workers=[wire.encode_worker(replace(worker, nixl_arena=b"")) for worker in entry.workers.alive()],
         event_seq=host.events.last_seq,
         refusals={name: tally.refusals[status] for status, name in REFUSALS.items()} | _starved(replica),
         preemptions={reason.value: count for reason, count in tally.preemptions.items()},

@@ -18,6 +18,7 @@ UNIX = "unix:"
 _PARSED_BY_GRPC = frozenset("%?#")  # gRPC parses the path of a Unix socket as a URI: these characters change it
 INCARNATION_BYTES = 16
 MAX_PEERS = 1024
+MAX_NIXL_BYTES = 8192
 MAX_DEVICE_CHARS = 64
 
 
@@ -62,6 +63,8 @@ class WorkerInfo:
         tiers: the tiers that it holds, in the order of the replica's.
         host_incarnation: 16 bytes that name the memory of its host tier; b"" without one.
         mapped: host tiers of peers that it can read, each by its `host_incarnation`.
+        nixl_arena: how workers on other hosts read its host tier over NIXL; b"" = they do not.
+        nixl_peers: number of host tiers in `mapped` that it reads over NIXL.
     """
 
     rank: int
@@ -76,6 +79,8 @@ class WorkerInfo:
     tiers: tuple[TierUse, ...] = ()
     host_incarnation: bytes = b""
     mapped: tuple[bytes, ...] = ()
+    nixl_arena: bytes = b""
+    nixl_peers: int = 0
 
     def validate(self) -> None:
         """Raise InvalidArgument for the first attribute that is out of range; the error's field names it."""
@@ -101,6 +106,13 @@ class WorkerInfo:
         size = f"give names of {INCARNATION_BYTES} bytes, at most {MAX_PEERS} in mapped"
         is_right = len(named) <= 1 + MAX_PEERS and {len(one) for one in named} == {INCARNATION_BYTES}
         _require(is_right, "host_incarnation", [len(one) for one in named[:9]], size)
+        _require(
+            len(self.nixl_arena) <= MAX_NIXL_BYTES,
+            "nixl_arena",
+            len(self.nixl_arena),
+            f"give at most {MAX_NIXL_BYTES} bytes",
+        )
+        _require(self.nixl_peers <= len(self.mapped), "nixl_peers", self.nixl_peers, "count some of `mapped`")
         kinds = [tier.kind for tier in self.tiers]
         _require(len(set(kinds)) == len(kinds), "tiers", [kind.value for kind in kinds], "name each kind once")
 
@@ -114,12 +126,14 @@ class PeerArena:
         num_slots: number of its slots.
         address: of the peer's worker of the same rank.
         incarnation: `WorkerInfo.host_incarnation` of that worker.
+        nixl_arena: `WorkerInfo.nixl_arena` of that worker.
     """
 
     first: int
     num_slots: int
     address: str
     incarnation: bytes
+    nixl_arena: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

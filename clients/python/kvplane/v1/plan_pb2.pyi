@@ -81,7 +81,7 @@ class TierUse(_message.Message):
     def __init__(self, kind: _Optional[_Union[_replica_pb2.TierKind, str]] = ..., slot_bytes: _Optional[int] = ..., saved_blocks: _Optional[int] = ..., saved_bytes: _Optional[int] = ..., loaded_blocks: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., discarded_blocks: _Optional[int] = ..., refused_blocks: _Optional[int] = ..., failed_blocks: _Optional[int] = ..., suspended: bool = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("rank", "worker_id", "address", "pid", "device", "state", "incarnation", "owner_epoch", "plan_digest", "tiers", "host_incarnation", "mapped")
+    __slots__ = ("rank", "worker_id", "address", "pid", "device", "state", "incarnation", "owner_epoch", "plan_digest", "tiers", "host_incarnation", "mapped", "nixl_arena", "nixl_peers")
     RANK_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -94,6 +94,8 @@ class WorkerInfo(_message.Message):
     TIERS_FIELD_NUMBER: _ClassVar[int]
     HOST_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     MAPPED_FIELD_NUMBER: _ClassVar[int]
+    NIXL_ARENA_FIELD_NUMBER: _ClassVar[int]
+    NIXL_PEERS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     worker_id: int
     address: str
@@ -106,19 +108,23 @@ class WorkerInfo(_message.Message):
     tiers: _containers.RepeatedCompositeFieldContainer[TierUse]
     host_incarnation: bytes
     mapped: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, rank: _Optional[int] = ..., worker_id: _Optional[int] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., incarnation: _Optional[int] = ..., owner_epoch: _Optional[int] = ..., plan_digest: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[TierUse, _Mapping]]] = ..., host_incarnation: _Optional[bytes] = ..., mapped: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    nixl_arena: bytes
+    nixl_peers: int
+    def __init__(self, rank: _Optional[int] = ..., worker_id: _Optional[int] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., incarnation: _Optional[int] = ..., owner_epoch: _Optional[int] = ..., plan_digest: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[TierUse, _Mapping]]] = ..., host_incarnation: _Optional[bytes] = ..., mapped: _Optional[_Iterable[bytes]] = ..., nixl_arena: _Optional[bytes] = ..., nixl_peers: _Optional[int] = ...) -> None: ...
 
 class PeerArena(_message.Message):
-    __slots__ = ("first_slot", "num_slots", "address", "incarnation")
+    __slots__ = ("first_slot", "num_slots", "address", "incarnation", "nixl_arena")
     FIRST_SLOT_FIELD_NUMBER: _ClassVar[int]
     NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    NIXL_ARENA_FIELD_NUMBER: _ClassVar[int]
     first_slot: int
     num_slots: int
     address: str
     incarnation: bytes
-    def __init__(self, first_slot: _Optional[int] = ..., num_slots: _Optional[int] = ..., address: _Optional[str] = ..., incarnation: _Optional[bytes] = ...) -> None: ...
+    nixl_arena: bytes
+    def __init__(self, first_slot: _Optional[int] = ..., num_slots: _Optional[int] = ..., address: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., nixl_arena: _Optional[bytes] = ...) -> None: ...
 
 class RegisterWorkerRequest(_message.Message):
     __slots__ = ("replica", "worker")

@@ -27,6 +27,8 @@ _SAME = (
     "owner_epoch",
     "plan_digest",
     "host_incarnation",
+    "nixl_arena",
+    "nixl_peers",
 )
 
 
@@ -92,7 +94,13 @@ def decode_assignment(message: pb.RegisterWorkerResponse) -> Assignment:
 def encode_renewal(renewal: Renewal) -> pb.RenewWorkerResponse:
     """Return the message that answers a renewal."""
     peers = [
-        pb.PeerArena(first_slot=one.first, num_slots=one.num_slots, address=one.address, incarnation=one.incarnation)
+        pb.PeerArena(
+            first_slot=one.first,
+            num_slots=one.num_slots,
+            address=one.address,
+            incarnation=one.incarnation,
+            nixl_arena=one.nixl_arena,
+        )
         for one in renewal.peers
     ]
     return pb.RenewWorkerResponse(lease_ms=renewal.lease_ms, peers=peers)
@@ -100,5 +108,7 @@ def encode_renewal(renewal: Renewal) -> pb.RenewWorkerResponse:
 
 def decode_renewal(message: pb.RenewWorkerResponse) -> Renewal:
     """Return the answer to a renewal."""
-    peers = [PeerArena(one.first_slot, one.num_slots, one.address, one.incarnation) for one in message.peers]
+    peers = (
+        PeerArena(one.first_slot, one.num_slots, one.address, one.incarnation, one.nixl_arena) for one in message.peers
+    )
     return Renewal(message.lease_ms, tuple(peers))
