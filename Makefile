@@ -20,7 +20,9 @@ demo: $(RUNTIME)  ## four models through a service, live, and what the cache sav
 demo-engine: $(RUNTIME)  ## a small engine with real pages, compared with the same model without a cache (installs torch, 1 GB)
 	@scripts/demo_engine.sh
 
-test: check pytest  ## what CI runs: all but nightly tests, and kernels and chart if their sources changed (tests/targets.py)
+# Types take one of two processors for two minutes: the tests begin meanwhile.
+test: lint  ## what CI runs: all but nightly tests, and kernels and chart if their sources changed (tests/targets.py)
+	@$(MAKE) --no-print-directory -j 2 contracts types proto-check pytest
 
 check: lint types contracts proto-check  ## static checks: style, types, import contracts, the wire contract
 
@@ -51,7 +53,7 @@ proto-check: $(DEV)
 
 pytest: $(DEV)  ## run the tests; ARGS="tests/core -k sliding" selects some
 	@echo "== pytest"
-	@$(PYTHON) -m pytest $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= $(PYTHON) -m pytest $(ARGS)  # several hundred processes import the product
 
 QUICK := tests/test_tidy.py tests/base tests/core tests/service \
 	$(foreach slow,replay public_traces fuzz dashboard garbage,--ignore-glob='*/test_$(slow)*')

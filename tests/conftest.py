@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -82,6 +83,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left = set(items).difference(kept)
     config.hook.pytest_deselected(items=[item for item in items if item in left])
     items[:] = sorted(kept, key=lambda item: targets.place_of(item.path.relative_to(targets.ROOT).as_posix()))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let no later garbage collection visit what importing has made, which takes a tenth of the time of a run."""
+    del session
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

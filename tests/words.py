@@ -75,9 +75,15 @@ def _pattern(alternatives: str) -> re.Pattern[str]:
     return re.compile(rf"(?<![A-Za-z])(?:{words})(?![a-z])")
 
 
-_PATTERNS = [(_pattern(words), remedy) for words, remedy in REPLACEMENTS.items()]
+def _phrases(alternatives: str) -> list[frozenset[str]]:
+    return [frozenset(phrase.split()) for phrase in alternatives.split("|")]
+
+
+_PATTERNS = [(_phrases(words), _pattern(words), remedy) for words, remedy in REPLACEMENTS.items()]
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 _FOR_USERS = [
     (
+        _phrases(words),
         re.compile(r"(?<![\w`\".-])(?:" + words.replace(" ", r"(?:\s|#|//|\*)+") + r")(?![\w`\"-])", re.IGNORECASE),
         remedy,
     )
@@ -92,7 +98,12 @@ def is_checked(path: str) -> bool:
 
 def banned(text: str, for_users: bool = False) -> Iterator[tuple[int, str, str]]:
     """Line, word and replacement of every banned word, by line; `for_users`: of those of FOR_USERS alone."""
-    patterns = _FOR_USERS if for_users else _PATTERNS
+    words = {word.lower() for word in _WORD.findall(text)}  # one pass: most phrases are in no file
+    patterns = [
+        (pattern, remedy)
+        for phrases, pattern, remedy in (_FOR_USERS if for_users else _PATTERNS)
+        if any(phrase <= words for phrase in phrases)
+    ]
     found = [
         (text.count("\n", 0, one.start()) + 1, one[0], remedy) for p, remedy in patterns for one in p.finditer(text)
     ]

@@ -214,19 +214,24 @@ class Meddling(CountingEngine):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._rng, self._plan = Random(7), self._scheduler.plan
+        self._is_first = {"abort": True, "eviction": True}  # however few plans the loads of this machine last
         self._scheduler.plan = self._plan_and_meddle  # type: ignore[method-assign]
 
     def _plan_and_meddle(self) -> Part:
         rng, loading = self._rng, self._scheduler.loading
-        if loading and rng.random() < 0.2:
+        if loading and self._is_time("abort"):
             self._scheduler.abort(rng.choice(loading))
         part = self._plan()
         assert self._jobs is not None
         blocks = self._jobs.blocks_loading
-        if blocks and rng.random() < 0.2:
+        if blocks and self._is_time("eviction"):
             part.cache.evicted = [rng.choice(blocks)]
         part.cache.reset = rng.random() < 0.02
         return part
+
+    def _is_time(self, what: str) -> bool:
+        is_first, self._is_first[what] = self._is_first[what], False
+        return is_first or self._rng.random() < 0.2
 
 
 class Weighing(CountingEngine):

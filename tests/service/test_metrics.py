@@ -174,6 +174,21 @@ def test_metrics_port_refuses_a_request_with_a_head_above_the_limit():
             assert connection.recv(100).startswith(b"HTTP/1.1 431")
 
 
+def test_a_service_that_stops_closes_the_connections_of_its_metrics_port():
+    with running(Config(listen="127.0.0.1:0", metrics_listen="127.0.0.1:0")) as service:
+        host, _, port = service.app.metrics_address.rpartition(":")
+        answered, waiting = (socket.create_connection((host, int(port))) for _ in range(2))
+        answered.sendall(b"GET /unknown HTTP/1.1\r\n\r\n")
+        assert answered.recv(1000)
+        waiting.sendall(b"GET /metrics HTTP/1.1\r\n")
+    for one in (answered, waiting):
+        one.settimeout(10)
+        while one.recv(1000):
+            pass
+        one.close()
+    assert not asyncio.all_tasks(service.loop)
+
+
 def test_metrics_port_in_use_is_refused_by_name():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"

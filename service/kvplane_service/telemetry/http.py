@@ -97,7 +97,7 @@ class MetricsServer:
         self._kept: dict[str, tuple[int, list[bytes]]] = {}  # by content type: when its page was begun, and the page
         self._turns = Turns("metrics", _MAX_WAITING)
         self._server: asyncio.Server | None = None
-        self._num_connections = 0
+        self._connections: set[asyncio.Task[None]] = set()
 
     async def start(self, address: str) -> str:
         """Start serving on host:port, and return the address, with the selected port instead of port 0.
@@ -118,20 +118,24 @@ class MetricsServer:
         return f"{host}:{self._server.sockets[0].getsockname()[1]}"
 
     async def stop(self) -> None:
-        """Stop serving metrics."""
+        """Stop serving metrics; open connections are closed."""
         if self._server is not None:
             self._server.close()
+            for one in self._connections:
+                one.cancel()
+            await asyncio.gather(*self._connections, return_exceptions=True)
             await self._server.wait_closed()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._num_connections >= _MAX_CONNECTIONS:
+        task = asyncio.current_task()
+        if task is None or len(self._connections) >= _MAX_CONNECTIONS:
             writer.transport.abort()
             return
-        self._num_connections += 1
+        self._connections.add(task)
         try:
             await self._answer_one(reader, writer)
         finally:
-            self._num_connections -= 1
+            self._connections.discard(task)
 
     async def _answer_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
