@@ -15,6 +15,7 @@ from kvplane.base.errors import InvalidArgument, NotFound
 from kvplane.base.groups import TierKind
 from kvplane.base.installed import command_for
 from kvplane.base.units import parse_bytes
+from kvplane_worker.nixl.transport import PeerTransport
 
 _IN_USE = 1
 _SIZE = "Size of the {}, such as 256GiB. A worker: at most; default: what is free."
@@ -55,6 +56,12 @@ def command(
     host_size: Annotated[int | None, _size("--host-size", _SIZE.format("host tier of one rank"))] = None,
     disk_size: Annotated[int | None, _size("--disk-size", _SIZE.format("disk tier of one rank"))] = None,
     backend: Annotated[str, typer.Option(help="Backend of page operations: auto, cudnn, triton or torch.")] = "auto",
+    peer_transport: Annotated[
+        PeerTransport,
+        typer.Option(
+            help="How host tiers of peers are read: mapped on this host; nixl: on others too. See SECURITY.md."
+        ),
+    ] = PeerTransport.SHARED_MEMORY,
     wait: Annotated[
         bool, typer.Option("--wait", help="Wait until it is possible and done: for a service, a step, an exit.")
     ] = False,
@@ -79,8 +86,9 @@ def command(
     sizes = {TierKind.HOST: host_size, TierKind.DISK: disk_size}
     most_bytes = {kind: num_bytes for kind, num_bytes in sizes.items() if num_bytes is not None}
     options = WorkerOptions(
-        given.service, replica, rank, device, run_dir, staging_size, backend, given.access(), wait, disk, most_bytes
-    )
+        given.service, replica, rank, device, run_dir, staging_size, backend, given.access(), wait, disk, most_bytes,
+        peer_transport,
+    )  # fmt: skip
     run(options, _print_address)
 
 

@@ -30,6 +30,7 @@ from kvplane_kernels.select import AUTO, Choice, choose
 from kvplane_worker.lending.holdings import Holdings
 from kvplane_worker.lending.rundir import RunDir, default_run_dir, shared_prefix
 from kvplane_worker.memory import check_device, use_device
+from kvplane_worker.nixl.transport import PeerTransport
 from kvplane_worker.rpc.arenas import PeersOfWorker
 from kvplane_worker.rpc.server import WorkerServer
 from kvplane_worker.rpc.servicer import ServedRank, WorkerServicer
@@ -64,6 +65,7 @@ class WorkerOptions:
         access: TLS and token for the service.
         wait: whether to retry until the service is reachable and the replica is registered, instead of raising an
             error.
+        peer_transport: how host tiers of peers are read, and this one is lent.
     """
 
     service: str
@@ -77,6 +79,7 @@ class WorkerOptions:
     wait: bool = False
     disk: Path | None = None
     most_bytes: Mapping[TierKind, int] = field(default_factory=dict)
+    peer_transport: PeerTransport = PeerTransport.SHARED_MEMORY
 
 
 class Stop:
@@ -186,7 +189,7 @@ class WorkerProcess:
                     tiers, options.disk, name, *content, *left, options.most_bytes, assignment.namespace
                 )
                 self._served.movers = start_movers(holdings, where, self._backend.ops)
-                self._peers = PeersOfWorker.of(self._served.movers.tiers, run_dir.path)
+                self._peers = PeersOfWorker.of(self._served.movers.tiers, run_dir.path, options.peer_transport)
             self._update_info(state=WorkerState.READY, incarnation=holdings.stamps.incarnation, digest=plan.digest())
         run_dir.forget_left()
         self._servicer = WorkerServicer(self._served)
@@ -359,6 +362,8 @@ class WorkerProcess:
             tiers=tuple(use_of(tier) for tier in movers.tiers) if movers is not None else (),
             host_incarnation=self._peers.incarnation if self._peers is not None else b"",
             mapped=self._peers.mapped if self._peers is not None else (),
+            nixl_arena=self._peers.nixl_arena if self._peers is not None else b"",
+            nixl_peers=self._peers.nixl_peers if self._peers is not None else 0,
         )
 
     def _deregister(self, worker_id: int) -> bool:

@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from random import Random
+from threading import Timer
 from typing import Any
+from unittest import mock
 
 from kvplane.base.sections import Peers
 from kvplane_service.replicas import peers as board
 from kvplane_worker.engine.config import BOS, AttentionLayer, LayerConfig
 from kvplane_worker.engine.request import Request
+from kvplane_worker.nixl.messages import PACKAGES
 from kvplane_worker.tiers import Movers, PeerSlots
 from kvplane_worker.tiers.arena import PeerMemory
 from tests.engine.faults import Fault
@@ -33,11 +39,19 @@ GROUPS: dict[str, tuple[LayerConfig, ...]] = {
     "windows": (AttentionLayer(kv_heads=2, block_size=16, window=40), FULL),
     "states": (STATE, FULL),
 }
+OVER_NIXL = " over NIXL"
+HAS_NIXL = any(find_spec(name) for name in PACKAGES)
 KINDS_OF_GROUPS = ("sound", "wrong bytes", "another slot", "torn reads", "killed")
 # Slots of a host tier that forgets what peers are just reading, what they were sent of, or nothing.
 FEW_SLOTS, CHURN_SLOTS, MANY_SLOTS = 14, 30, 400
 MOST_OPEN = 3
 BLOCK, IDLE_SHARE, STRIKES = 16, 0.5, 0.02
+READ_S, SHORT_READ_S, STOPPED_S, STOPS = (
+    20.0,
+    0.05,
+    0.15,
+    0.1,
+)  # limits of a read over NIXL, and for how long a peer is stopped
 
 
 @dataclass
@@ -51,6 +65,7 @@ class Outcome:
         wrong: copies that were accepted, and are not what the index names.
         leaks: what is left.
         of_groups: accepted copies by group.
+        late: reads over NIXL that took too long.
     """
 
     kind: str
@@ -61,6 +76,7 @@ class Outcome:
     accepted: int = 0
     refused: int = 0
     torn: int = 0
+    late: int = 0
     of_groups: Counter[int] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     leaks: list[str] = field(default_factory=list)
@@ -76,9 +92,10 @@ class Outcome:
     def line(self) -> str:
         share = f"{self.loaded / self.only_peers:6.1%}" if self.only_peers else "     -"
         return (
-            f"{self.kind:22} {self.report.requests:5} requests, {self.loads:4} loads, {share} of"
+            f"{self.kind:27} {self.report.requests:5} requests, {self.loads:4} loads, {share} of"
             f" {self.only_peers:6} tokens, {self.accepted:5} copies, {self.refused:4} refused, {self.torn:3} torn,"
-            f" {self.differing} tokens differ, {len(self.wrong)} wrong copies, {len(self.leaks)} leaks"
+            f" {self.late:2} late, {self.differing} tokens differ, {len(self.wrong)} wrong copies,"
+            f" {len(self.leaks)} leaks"
         )
 
 
@@ -117,6 +134,7 @@ class Run:
     ) -> None:
         vars(LEDGER).update(vars(Ledger()))
         self.outcome, self._rng = Outcome(kind), Random(seed)
+        kind, over_nixl, _ = kind.partition(OVER_NIXL)
         self._kind, _, groups = kind.partition(" of ")
         kind, layers = self._kind, GROUPS.get(groups, (FULL,))
         fault = Fault(kind, "", slots=NotedSlots, peers=reader, ops=CheckedOps, movers=movers)
@@ -124,7 +142,8 @@ class Run:
         config = replace(CONFIG, load_deadline_s=0.1 if kind == "slow" else 30.0)
         sizes = {"num_blocks": 30 * len(layers) ** 2, "max_model_len": 200}
         pool = pool_of(3, layers, slots * len(layers), **sizes, **(DENSE if groups else {}))
-        self.site = Site(3, pool, config, fault, self._memory)
+        read_s = (SHORT_READ_S if kind == "stopped" else READ_S) * bool(over_nixl)
+        self.site = Site(3, pool, config, fault, self._memory, nixl_s=read_s)
         self._open: dict[str, tuple[Request, int, int]] = {}
         self._seen: list[set[int]] = [set() for _ in self.site.worlds]  # prompts that each engine knows
         self._number, self._lives = 0, len(self.site.worlds)
@@ -150,11 +169,15 @@ class Run:
                         self._finish(number, request)
             if self._kind in ("killed", "restarted") and self._rng.random() < STRIKES:
                 self._strike()
+            if self._kind == "stopped" and self._rng.random() < STOPS:
+                self._stop()
         for world in self.site.worlds:
             for _ in range(20):
                 world.engine.step()
             self._count(world)
             self.outcome.leaks += leaks_of(world)
+        self.outcome.leaks += leaks_of_agents(self.site)
+        self.outcome.late = sum(agent.late_reads for agent in self.site.agents.values())
         self.site.close()
         found = self.outcome
         found.wrong, found.accepted, found.refused, found.torn, found.of_groups = (
@@ -197,6 +220,7 @@ class Run:
         self._count(world)
         world.check()
         self.site.registry.remove(world.name)
+        self.site.kill(world)
         self._lives += 1
         name = world.name if self._kind == "restarted" else f"engine/{self._lives}"
         self.site.worlds[number] = self.site.make(name)
@@ -208,6 +232,12 @@ class Run:
                 again = Request(request_id, request.prompt, request.max_new_tokens, keep_logits=True)
                 self._open[request_id] = again, which, 0
                 self.site.worlds[number].engine.add(again)
+
+    def _stop(self) -> None:
+        """Stop the process that lends the memory of an engine for a while: reads of it are late, and end later."""
+        agent = self._rng.choice(list(self.site.agents.values()))
+        os.kill(agent.pid, signal.SIGSTOP)
+        Timer(STOPPED_S, os.kill, (agent.pid, signal.SIGCONT)).start()
 
     def _count(self, world: Any) -> None:
         counts = world.engine.counts
@@ -223,17 +253,26 @@ def leaks_of(world: Any) -> list[str]:
     return found + [f"{world.name}: {counts.held} blocks held, {counts.busy} busy"] * bool(counts.held or counts.busy)
 
 
+def leaks_of_agents(site: Site) -> list[str]:
+    """What processes that have NIXL do not give back, when no read is late any more."""
+    end = time.monotonic() + READ_S
+    while any(agent.num_late for agent in site.agents.values()) and time.monotonic() < end:
+        time.sleep(0.01)
+    return [f"{name}: {agent.num_late} late lanes" for name, agent in site.agents.items() if agent.num_late]
+
+
 def open_memories() -> int:
     """Descriptors of memory files that this process has open."""
     gc.collect()
     links = [os.path.join("/proc/self/fd", one) for one in os.listdir("/proc/self/fd")]
-    return sum("kvplane-host-tier" in os.readlink(one) for one in links if os.path.islink(one))
+    return sum("memfd:kvplane-" in os.readlink(one) for one in links if os.path.islink(one))
 
 
 def run(kind: str, num_requests: int, seed: int, **planted: Any) -> Outcome:
     """Serve requests with peers of this kind."""
     before = open_memories()
-    with confused(kind == "confused"):
+    # Between hosts UCX has no memory that both share.
+    with confused(kind.startswith("confused")), mock.patch.dict(os.environ, UCX_TLS="tcp"):
         campaign = Run(kind, seed, **planted)
         outcome = campaign.serve(num_requests)
     del campaign
@@ -249,6 +288,8 @@ def plants() -> dict[str, Callable[[int, int], Outcome]]:
         return lambda count, seed: run(kind, count, seed, reader=reader)
 
     made = {name: with_reader(*one) for name, one in READERS.items()}
+    if HAS_NIXL:
+        made |= {name + OVER_NIXL: with_reader(reader, kind + OVER_NIXL) for name, (reader, kind) in READERS.items()}
     made["bytes are scattered before they are verified"] = lambda count, seed: run(
         "wrong bytes", count, seed, movers=ScattersFirst
     )
@@ -260,5 +301,11 @@ def plants() -> dict[str, Callable[[int, int], Outcome]]:
 
 
 def kinds() -> Sequence[str]:
-    """All kinds of runs."""
+    """All kinds of runs by shared memory."""
     return (*KINDS, *(f"{kind} of {groups}" for groups in GROUPS for kind in KINDS_OF_GROUPS))
+
+
+def kinds_over_nixl() -> Sequence[str]:
+    """All kinds of runs over NIXL."""
+    of_groups = (f"sound of {groups}" for groups in GROUPS)
+    return tuple(kind + OVER_NIXL for kind in (*KINDS, "stopped", *of_groups))

@@ -10,7 +10,7 @@ import torch
 
 from kvplane.base.job_table import JobRow
 from kvplane_worker.tiers import Movers, PeerSlots
-from kvplane_worker.tiers.arena import PeerMemory
+from kvplane_worker.tiers.arena import PeerMemory, sizes
 from kvplane_worker.tiers.peers import HOST
 from kvplane_worker.tiers.seal import HEADER_BYTES, IDENTITY_BYTES, Content
 from tests.peers.ledger import LEDGER, CheckedPeers
@@ -25,10 +25,12 @@ class Memory:
         self.sound, self.namespace, self.incarnation, self.rng = sound, namespace, incarnation, rng
         self.num_slots, self.slot_bytes = sound.num_slots, sound.slot_bytes
 
-    def read(self, slot: int, header: memoryview, payload: memoryview) -> bool:
-        is_there = self.sound.read(slot, header, payload)
-        if is_there and len(payload) and self.rng.random() < self.share:
-            return self.changed(slot, header, payload)
+    def read(self, slot: int, headers: memoryview, payloads: memoryview) -> bool:
+        is_there, (count, width) = self.sound.read(slot, headers, payloads), sizes(headers, payloads)
+        for at in range(count):
+            if is_there and width and self.rng.random() < self.share:
+                header = headers[at * HEADER_BYTES : (at + 1) * HEADER_BYTES]
+                is_there = self.changed(slot + at, header, payloads[at * width : (at + 1) * width])
         return is_there
 
     def changed(self, slot: int, header: memoryview, payload: memoryview) -> bool:

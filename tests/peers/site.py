@@ -1,7 +1,8 @@
 """Several reference engines of one namespace on one service in this process, which read each other's host tiers.
 
 Each engine has pages, a host tier in a real memory file and movers of its own. Its peers map that file by its
-descriptor, as workers do (`kvplane_worker.rpc.arenas`); the service learns of the memory as workers register.
+descriptor, or read it over NIXL, as workers do (`kvplane_worker.rpc.arenas`); the service learns of the memory as
+workers register.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvplane.base.errors import Unavailable
 from kvplane.base.groups import SavePolicy, TierKind, TierSpec
 from kvplane.base.step import RowFlag
 from kvplane.base.worker import PeerArena, WorkerInfo, WorkerState
@@ -18,6 +20,7 @@ from kvplane_service.config import Config
 from kvplane_service.registry import Registry
 from kvplane_worker.engine.config import LayerConfig, ModelConfig
 from kvplane_worker.engine.scheduler import SchedulerConfig
+from kvplane_worker.nixl.process import NixlProcess
 from kvplane_worker.tiers import HostSlots, Peer, PeerSlots
 from kvplane_worker.tiers.arena import Arena, PeerMemory
 from kvplane_worker.tiers.seal import IDENTITY_BYTES
@@ -51,6 +54,7 @@ class Site:
 
     Attributes:
         memory_of: makes what a peer reads of a memory that it has mapped; replaced by faults.
+        nixl_s: how long a read over NIXL may take; 0 = peers map the memory.
     """
 
     num_engines: int
@@ -59,8 +63,10 @@ class Site:
     fault: Fault = SOUND
     memory_of: Callable[[PeerMemory, bytes], PeerMemory] = lambda arena, _: arena
     registry: Registry = field(default_factory=lambda: Registry(Config(), lambda: 0))
+    nixl_s: float = 0.0
 
     def __post_init__(self) -> None:
+        self.agents: dict[tuple[str, int], NixlProcess] = {}  # of each rank
         self.worlds = [self.make(f"engine/{number}") for number in range(self.num_engines)]
         self.connect()
 
@@ -68,6 +74,9 @@ class Site:
         """Make an engine with new memory, and register its workers."""
         world = World(self.pool, self.config, self.registry, name, fault=self.fault, namespace=NAMESPACE)
         for rank in range(self.pool.model.num_ranks):
+            if self.nixl_s:
+                host = tiers_of(world, rank)[0]
+                self.agents[name, rank] = NixlProcess(host.arena, host.incarnation, self.nixl_s)
             self.registry.get(name).workers.register(self.info(world, rank))
         return world
 
@@ -83,7 +92,15 @@ class Site:
             state=WorkerState.READY,
             host_incarnation=host.identity[IDENTITY_BYTES:],
             mapped=tuple(peer.incarnation for peer in peers.peers),
+            nixl_arena=self.agents[world.name, rank].nixl_arena if self.nixl_s else b"",
+            nixl_peers=len(peers.peers) if self.nixl_s else 0,
         )
+
+    def kill(self, world: World) -> None:
+        """Kill the processes of an engine that have NIXL, as they end with their worker."""
+        for rank in range(self.pool.model.num_ranks):
+            if self.nixl_s:
+                self.agents.pop((world.name, rank)).close()
 
     def connect(self) -> None:
         """Let the workers renew their leases, map what they may read, and report it."""
@@ -92,11 +109,21 @@ class Site:
             for rank in range(self.pool.model.num_ranks):
                 assert entry.namespace is not None
                 peers = tiers_of(world, rank)[1]
-                peers.set_peers([self.peer(one, rank) for one in entry.namespace.arenas(world.name, rank)])
+                before = peers.peers
+                arenas = entry.namespace.arenas(world.name, rank)
+                peers.set_peers([made for one in arenas if (made := self.peer(world, one, rank)) is not None])
+                for peer in before:
+                    peer.memory.close()
                 entry.workers.renew(self.info(world, rank))
 
-    def peer(self, arena: PeerArena, rank: int) -> Peer:
-        """Map the memory of a peer."""
+    def peer(self, reader: World, arena: PeerArena, rank: int) -> Peer | None:
+        """Map the memory of a peer, or open it over NIXL; None if it is gone."""
+        if self.nixl_s:
+            try:
+                far = self.agents[reader.name, rank].open(arena)
+            except Unavailable:
+                return None
+            return Peer(arena.first, arena.incarnation, self.memory_of(far, arena.incarnation))
         name = arena.address.removeprefix("unix:/").rpartition("/")[0]
         (world,) = (one for one in self.worlds if one.name == name)
         host = tiers_of(world, rank)[0]
@@ -107,6 +134,8 @@ class Site:
         """Check the invariants of all cores, and stop all movers."""
         for world in self.worlds:
             world.check()
+        for agent in self.agents.values():
+            agent.close()
 
 
 def tiers_of(world: World, rank: int) -> tuple[HostSlots, PeerSlots]:

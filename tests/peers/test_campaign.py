@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.peers.campaign import kinds, plants, run
+from tests.peers.campaign import HAS_NIXL, OVER_NIXL, kinds, kinds_over_nixl, plants, run
 
 REQUESTS, SEED, SEEDS = 24, 1, 6
 REFUSED = ("wrong bytes", "another namespace", "another memory", "another slot", "gone", "confused")
@@ -23,14 +23,21 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("kind", kinds())
+NEEDS_NIXL = pytest.mark.skipif(not HAS_NIXL, reason="NIXL is not installed: pip install '.[nixl]'")
+ALL = [*kinds(), *(pytest.param(kind, marks=NEEDS_NIXL) for kind in kinds_over_nixl())]
+
+
+@pytest.mark.parametrize("kind", ALL)
 def test_no_token_differs_and_nothing_is_left(kind: str):
     outcome = run(kind, REQUESTS, SEED)
     assert (outcome.differing, outcome.wrong, outcome.leaks) == (0, [], [])
     assert outcome.report.requests == REQUESTS
     assert outcome.loads > 0
+    kind = kind.removesuffix(OVER_NIXL)
     if kind == "sound":
         assert outcome.loaded >= 0.95 * outcome.only_peers > 0
+    if kind == "stopped":
+        assert outcome.late > 0
     if kind.partition(" of ")[0] in REFUSED:
         assert outcome.refused > 0
     elif " of " in kind:

@@ -128,6 +128,14 @@ def test_describe_has_each_tier_and_group(served):
     assert wire.decode_worker(answer.workers[0]).tiers == (USE, DISK_USE)
 
 
+def test_describe_states_how_a_worker_reads_its_peers(served):
+    answer = described(served)
+    assert "peers:" not in "\n".join(_description(answer)), "it reads none"
+    answer.workers[0].mapped.extend([b"a" * 16, b"b" * 16, b"c" * 16])
+    answer.workers[0].nixl_peers = 1
+    assert "rank 0, peers: 2 on this host, 1 over NIXL" in "\n".join(_description(answer))
+
+
 def test_describe_prints_tiers_and_what_workers_did(served):
     answer = described(served)
     lines = [" ".join(line.split()) for line in "\n".join(_description(answer)).splitlines()]

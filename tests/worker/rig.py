@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -103,9 +104,9 @@ class World:
         self.children.append(child)
         return child
 
-    def worker(self, rank: int = 0, replica: str = "r", folder: str = "") -> tuple[Child, str]:
+    def worker(self, rank: int = 0, replica: str = "r", folder: str = "", **options: Any) -> tuple[Child, str]:
         """Start a worker. Returns it with its address once it is ready."""
-        child = self.start(children.worker, self.options(rank, replica, folder))
+        child = self.start(children.worker, replace(self.options(rank, replica, folder), **options))
         return child, self._address_of(child)
 
     def gated_worker(self, gate: Path) -> tuple[Child, str]:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
+
 from kvplane.base.groups import TierKind, TierSpec
+from kvplane_worker.nixl.messages import PACKAGES
+from kvplane_worker.nixl.transport import PeerTransport
 from tests.service.rig import until
 from tests.worker.rig import World, world
 
 TIERS = (TierSpec(TierKind.HOST, 8), TierSpec(TierKind.PEERS, 24))
 LEASE_MS = 600
+
+
+needs_nixl = pytest.mark.skipif(
+    not any(find_spec(name) for name in PACKAGES), reason="NIXL is not installed: pip install '.[nixl]'"
+)
 
 
 def incarnation_of(here: World, name: str) -> bytes:
@@ -18,6 +28,25 @@ def incarnation_of(here: World, name: str) -> bytes:
 
 def mapped_by(here: World, name: str) -> set[bytes]:
     return {one for worker in here.shown(name) for one in worker.mapped}
+
+
+@needs_nixl
+def test_workers_read_the_host_tiers_of_their_namespace_over_nixl(tmp_path: Path):
+    with world(tmp_path, worker_lease_ms=LEASE_MS) as here:
+        for name in ("a", "b"):
+            here.register(name, namespace=b"weights", tiers=TIERS)
+        first, _ = here.worker(replica="a", folder="a", peer_transport=PeerTransport.NIXL_ONLY)
+        here.worker(replica="b", folder="b", peer_transport=PeerTransport.NIXL_ONLY)
+        until(lambda: mapped_by(here, "a") == {incarnation_of(here, "b")} and len(mapped_by(here, "b")) == 1)
+        assert [here.shown(name)[0].nixl_peers for name in ("a", "b")] == [1, 1]
+        assert here.shown("b")[0].nixl_arena == b"", "metadata is for workers that may read the memory"
+        first.kill()
+        until(lambda: mapped_by(here, "b") == set())
+        assert here.shown("b")[0].nixl_peers == 0
+        here.worker(replica="a", folder="a")
+        until(lambda: mapped_by(here, "a") == {incarnation_of(here, "b")})
+        assert here.shown("a")[0].nixl_peers == 0, "mapped: on this host, and it has no NIXL"
+        assert mapped_by(here, "b") == set(), "it may read over NIXL alone, and this one is not lent so"
 
 
 def test_workers_map_the_host_tiers_of_their_namespace_and_no_others(tmp_path: Path):

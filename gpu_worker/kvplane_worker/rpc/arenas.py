@@ -19,10 +19,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from kvplane.base.errors import KvplaneError, PermissionDenied, Unavailable
+from kvplane.base.errors import FailedPrecondition, KvplaneError, PermissionDenied, Unavailable
 from kvplane.base.worker import INCARNATION_BYTES, PeerArena
 from kvplane.rpc.peers import peer_of
 from kvplane_worker.lending.rundir import ARENA_SOCKET, run_dir_of
+from kvplane_worker.nixl.process import NixlMemory, NixlProcess
+from kvplane_worker.nixl.transport import PeerTransport
 from kvplane_worker.tiers import HostSlots, Peer, PeerSlots, Slots
 from kvplane_worker.tiers.arena import Arena
 
@@ -75,23 +77,47 @@ class ArenaLender:
 
 
 class PeersOfWorker:
-    """What a worker lends of its host tier, and has mapped of those of peers.
+    """What a worker lends of its host tier, and reads of those of peers: mapped on this host, over NIXL of other hosts.
 
     Attributes:
         incarnation: names the memory of the host tier.
     """
 
-    def __init__(self, host: HostSlots, peers: PeerSlots | None, run_dir: Path) -> None:
+    def __init__(
+        self,
+        host: HostSlots,
+        peers: PeerSlots | None,
+        run_dir: Path,
+        transport: PeerTransport = PeerTransport.SHARED_MEMORY,
+    ) -> None:
         self.incarnation = host.incarnation
+        self._host, self._peers, self._transport = host, peers, transport
+        self._nixl = self._started() if transport is not PeerTransport.SHARED_MEMORY else None
         self._lender = ArenaLender(host, run_dir)
-        self._peers = peers
+        self._read: dict[PeerArena, Peer] = {}
+        self._refused: dict[PeerArena, str] = {}
+
+    def _started(self) -> NixlProcess:
+        return NixlProcess(self._host.arena, self._host.incarnation)
 
     @classmethod
-    def of(cls, tiers: Sequence[Slots], run_dir: Path) -> Self | None:
-        """Begin to lend the host tier; None without one."""
+    def of(
+        cls, tiers: Sequence[Slots], run_dir: Path, transport: PeerTransport = PeerTransport.SHARED_MEMORY
+    ) -> Self | None:
+        """Begin to lend the host tier; None without one. Raises FailedPrecondition if it cannot be lent over NIXL."""
         hosts = [one for one in tiers if isinstance(one, HostSlots)]
         peers = [one for one in tiers if isinstance(one, PeerSlots)]
-        return cls(hosts[0], peers[0] if peers else None, run_dir) if hosts else None
+        return cls(hosts[0], peers[0] if peers else None, run_dir, transport) if hosts else None
+
+    @property
+    def nixl_arena(self) -> bytes:
+        """How the host tier is read over NIXL; b"" = it is not."""
+        return self._nixl.nixl_arena if self._nixl is not None else b""
+
+    @property
+    def nixl_peers(self) -> int:
+        """How many host tiers are read over NIXL."""
+        return sum(isinstance(one.memory, NixlMemory) for one in self._peers.peers) if self._peers is not None else 0
 
     @property
     def mapped(self) -> tuple[bytes, ...]:
@@ -99,25 +125,70 @@ class PeersOfWorker:
         return tuple(one.incarnation for one in self._peers.peers) if self._peers is not None else ()
 
     def read_only(self, arenas: Sequence[PeerArena]) -> bool:
-        """Read these host tiers from now on, and no others; one that cannot be mapped is tried again at the next call.
-        Returns whether others are read than before.
+        """Read these host tiers from now on, and no others; one that cannot be read is tried again at the next call.
+        Returns whether what the worker reports has changed.
         """
+        is_new = self._restart()
         if self._peers is None:
-            return False
-        before = {(one.first, one.incarnation): one for one in self._peers.peers}
-        kept = [before[place] for one in arenas if (place := (one.first, one.incarnation)) in before]
+            return is_new
+        before, refused = self._read, self._refused
+        self._read = {one: before[one] for one in arenas if one in before}
+        self._refused = {}
         for arena in arenas:
-            if (arena.first, arena.incarnation) not in before:
+            if arena not in before:
                 try:
-                    kept.append(borrow(arena))
+                    self._read[arena] = self._open(arena)
                 except KvplaneError as error:
-                    _log.warning("a peer is not read: %s", error)
-        self._peers.set_peers(kept)
-        return {(one.first, one.incarnation) for one in kept} != before.keys()
+                    self._refused[arena] = str(error)
+                    if refused.get(arena) != str(error):
+                        _log.warning("a peer is not read: %s", error)
+        self._peers.set_peers(list(self._read.values()))
+        for arena in before.keys() - self._read.keys():
+            before[arena].memory.close()
+        return is_new or self._read.keys() != before.keys()
+
+    def _open(self, arena: PeerArena) -> Peer:
+        """Map the host tier of a peer on this host; use NIXL for one of another host. Raises KvplaneError."""
+        if self._transport is not PeerTransport.NIXL_ONLY:
+            try:
+                return borrow(arena)
+            except (PermissionDenied, Unavailable) as error:  # of another host, the path is that of no peer here
+                if not arena.nixl_arena:
+                    raise
+                if self._nixl is None:
+                    raise FailedPrecondition(
+                        f"its worker is on another host: {error}",
+                        field="--peer-transport",
+                        remedy="start this worker with --peer-transport nixl",
+                    ) from None
+        if not arena.nixl_arena or self._nixl is None:
+            raise FailedPrecondition(
+                f"the worker at {arena.address} does not lend its host tier over NIXL",
+                field="--peer-transport",
+                remedy="start that worker with --peer-transport nixl",
+            )
+        return Peer(arena.first, arena.incarnation, self._nixl.open(arena))
+
+    def _restart(self) -> bool:
+        """Start NIXL's process again if it has ended or all its lanes are late; returns whether it was. Then it lends
+        the host tier under another name, and reads again what it read.
+        """
+        if self._nixl is None or self._nixl.is_usable:
+            return False
+        _log.warning("the process that has NIXL (%d) is started again", self._nixl.pid)
+        self._nixl.close()
+        self._read = {arena: one for arena, one in self._read.items() if not isinstance(one.memory, NixlMemory)}
+        try:
+            self._nixl = self._started()
+        except KvplaneError as error:
+            _log.warning("%s", error)
+        return True
 
     def close(self) -> None:
-        """Lend nothing more."""
+        """Lend and read nothing more."""
         self._lender.close()
+        if self._nixl is not None:
+            self._nixl.close()
 
 
 def borrow(arena: PeerArena) -> Peer:

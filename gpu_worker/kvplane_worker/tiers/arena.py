@@ -26,16 +26,18 @@ def aligned(num_bytes: int) -> int:
 
 
 class PeerMemory(Protocol):
-    """The host tier of a peer, of which bytes are copied here. What is copied proves nothing: its seal does.
-
-    Another transport between hosts, such as NIXL, is a second implementation.
+    """The host tier of a peer, of which bytes are copied here. What is copied proves nothing: its seal does. `Arena` is
+    memory of this host, `NixlMemory` that of another one.
     """
 
     num_slots: int
     slot_bytes: int
 
-    def read(self, slot: int, header: memoryview, payload: memoryview) -> bool:
-        """Copy the header of a slot, then as many bytes of its payload as fit. Returns False if it cannot be read."""
+    def read(self, slot: int, headers: memoryview, payloads: memoryview) -> bool:
+        """Copy the headers of consecutive slots from this one on, and of each payload as many bytes as fit: `headers`
+        has room for HEADER_BYTES of each, `payloads` for an equal number of bytes of each. Returns False if they cannot
+        be read.
+        """
 
     def close(self) -> None:
         """Release the memory."""
@@ -83,11 +85,13 @@ class Arena:
         arena.close()  # the mapping has a descriptor of its own
         return arena
 
-    def read(self, slot: int, header: memoryview, payload: memoryview) -> bool:
+    def read(self, slot: int, headers: memoryview, payloads: memoryview) -> bool:
         """See `PeerMemory.read`."""
-        header[:] = self.headers[slot * HEADER_BYTES : (slot + 1) * HEADER_BYTES]
-        first = slot * self.slot_bytes
-        payload[:] = self.rows[first : first + len(payload)]
+        count, width, first = *sizes(headers, payloads), slot * self.slot_bytes
+        headers[:] = self.headers[slot * HEADER_BYTES : (slot + count) * HEADER_BYTES]
+        for at in range(count):
+            payloads[at * width : (at + 1) * width] = self.rows[first : first + width]
+            first += self.slot_bytes
         return True
 
     def close(self) -> None:
@@ -95,6 +99,12 @@ class Arena:
         if self.descriptor >= 0:
             os.close(self.descriptor)
         self.descriptor = -1
+
+
+def sizes(headers: memoryview, payloads: memoryview) -> tuple[int, int]:
+    """Return the number of slots that are read, and the bytes of each payload. See `PeerMemory.read`."""
+    count = len(headers) // HEADER_BYTES
+    return count, len(payloads) // count
 
 
 def arena_bytes(num_slots: int, slot_bytes: int) -> int:

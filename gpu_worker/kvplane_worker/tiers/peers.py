@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvplane.base.groups import TierSpec
-from kvplane_worker.tiers.arena import PeerMemory, aligned
+from kvplane_worker.tiers.arena import PeerMemory, aligned, sizes
 from kvplane_worker.tiers.kept import Kept
 from kvplane_worker.tiers.seal import HEADER_BYTES, IDENTITY_BYTES, Content, held_in, was_written_again
 from kvplane_worker.tiers.slots import Fill, SlotCounts
@@ -75,10 +75,13 @@ class PeerSlots:
         """See `Slots.read`. None also if a peer is not there any more."""
         if num_bytes > self.slot_bytes:
             return None
-        header, rows = self._staging(len(contents), num_bytes)
+        headers, rows = self._staging(len(contents), num_bytes)
+        payloads = _bytes_of(rows.view(-1))
+        if not self._copy(contents[0].slot, headers, payloads):
+            return None
         for at, content in enumerate(contents):
-            payload = _bytes_of(rows[at])
-            if not self._copy(content.slot, header, payload) or not self._is_right(content, header, payload):
+            header = headers[at * HEADER_BYTES : (at + 1) * HEADER_BYTES]
+            if not self._is_right(content, header, payloads[at * num_bytes : (at + 1) * num_bytes]):
                 return None
         return rows
 
@@ -108,11 +111,21 @@ class PeerSlots:
         expected = self._expected(content)
         return expected is not None and bytes(header) == expected.seal(payload)
 
-    def _copy(self, slot: int, header: memoryview, payload: memoryview) -> bool:
-        peer = self._peer_of(slot)
-        if peer is None or len(payload) > peer.memory.slot_bytes:
-            return False
-        return peer.memory.read(slot - peer.first, header, payload)
+    def _copy(self, slot: int, headers: memoryview, payloads: memoryview) -> bool:
+        """Copy as `PeerMemory.read` does, slots of this tier: consecutive ones may be of two peers."""
+        count, width = sizes(headers, payloads)
+        first = 0
+        while first < count:
+            peer = self._peer_of(slot + first)
+            if peer is None or width > peer.memory.slot_bytes:
+                return False
+            at = slot + first - peer.first
+            end = min(count, first + peer.memory.num_slots - at)
+            to = headers[first * HEADER_BYTES : end * HEADER_BYTES], payloads[first * width : end * width]
+            if not peer.memory.read(at, *to):
+                return False
+            first = end
+        return True
 
     def _peer_of(self, slot: int) -> Peer | None:
         peers = self._peers
@@ -120,12 +133,12 @@ class PeerSlots:
         return peers[at] if at >= 0 and slot - peers[at].first < peers[at].memory.num_slots else None
 
     def _staging(self, count: int, num_bytes: int) -> tuple[memoryview, Tensor]:
-        """Return memory of this thread for a header and this number of payloads."""
+        """Return memory of this thread for this number of headers and payloads. No transfer writes it."""
+        first, size = count * HEADER_BYTES, count * (HEADER_BYTES + num_bytes)
         buffer: Tensor | None = getattr(self._threads, "buffer", None)
-        if buffer is None or buffer.numel() < HEADER_BYTES + count * num_bytes:
-            buffer = self._threads.buffer = torch.empty(HEADER_BYTES + count * num_bytes, dtype=torch.uint8)
-        header = _bytes_of(buffer[:HEADER_BYTES])
-        return header, buffer[HEADER_BYTES : HEADER_BYTES + count * num_bytes].view(count, num_bytes)
+        if buffer is None or buffer.numel() < size:
+            buffer = self._threads.buffer = torch.empty(size, dtype=torch.uint8)
+        return _bytes_of(buffer[:first]), buffer[first:size].view(count, num_bytes)
 
     @property
     def is_suspended(self) -> bool:

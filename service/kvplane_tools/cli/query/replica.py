@@ -193,6 +193,8 @@ def _tiers_of_workers(answer: DescribeReplicaResponse) -> Iterator[str]:
             counts = {name: getattr(use, f"{name}_blocks") for name in ("discarded", "refused", "failed")}
             suspended = ", suspended: its disk fails" if use.suspended else ""
             yield f"rank {one.rank}, {tier_word(use.kind)} tier: {moved}; blocks: {by_reason(counts)}{suspended}"
+        if one.mapped:
+            yield f"rank {one.rank}, peers: {len(one.mapped) - one.nixl_peers} on this host, {one.nixl_peers} over NIXL"
 
 
 def _workers(answer: DescribeReplicaResponse) -> str:
