@@ -102,6 +102,18 @@ def test_a_lane_of_a_late_read_is_not_used_before_it_has_ended():
         assert peers.read([row(10, 1, 5)], WIDTH) is None, "the agent has forgotten it"
 
 
+def test_an_agent_that_hangs_is_ended_and_a_peer_that_hangs_is_not_the_reason(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(nixl, "ORDER_S", 2.0)
+    for hangs, is_usable in (("lender", True), ("reader", False)):
+        with two(read_s=0.2) as (host, lender, reader, memory):
+            written(host, 0, 1, 5, b"hangs")
+            to = memoryview(bytearray(HEADER_BYTES)), memoryview(bytearray(WIDTH))
+            until(lambda memory=memory, to=to: memory.read(0, *to))  # type: ignore[misc]
+            stop({"lender": lender, "reader": reader}[hangs].pid)
+            assert not memory.read(0, *to)
+            assert reader.is_usable == is_usable
+
+
 def test_a_peer_whose_agent_is_killed_fails_reads_under_way():
     with two() as (host, lender, reader, memory):
         written(host, 0, 1, 5, b"gone")
@@ -177,6 +189,31 @@ def test_no_descriptor_and_no_process_is_left():
     pids = [*pids_of(), *pids_of()]
     assert descriptors() <= before
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_peers_that_come_and_go_leave_nothing_at_an_agent():
+    with two() as (host, lender, reader, memory):
+        written(host, 0, 1, 5, b"stays")
+
+        def descriptors() -> int:
+            return len(os.listdir(f"/proc/{reader.pid}/fd"))
+
+        def reads(one: NixlMemory) -> bool:
+            return one.read(0, memoryview(bytearray(HEADER_BYTES)), memoryview(bytearray(WIDTH)))
+
+        found = list[int]()
+        for number in range(8):
+            other = NixlProcess(host.arena, host.incarnation) if number % 2 else lender
+            again = [reader.open(arena_of(host, other)) for _ in range(3)]
+            assert all(map(reads, again))
+            if other is not lender:
+                other.close()
+                until(lambda gone=again[0]: not reads(gone))  # type: ignore[misc]
+            for one in again:
+                one.close()
+            assert reads(memory), "others that were read of the same agent are closed"
+            found.append(descriptors())
+        assert max(found[4:]) <= max(found[:4])
 
 
 def test_memory_that_cannot_be_lent_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):

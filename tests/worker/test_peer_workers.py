@@ -30,6 +30,12 @@ def mapped_by(here: World, name: str) -> set[bytes]:
     return {one for worker in here.shown(name) for one in worker.mapped}
 
 
+def has_ended(pid: int) -> bool:
+    """Whether a process has ended; its parent may not have noticed."""
+    status = Path(f"/proc/{pid}/stat")
+    return not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
 @needs_nixl
 def test_workers_read_the_host_tiers_of_their_namespace_over_nixl(tmp_path: Path):
     with world(tmp_path, worker_lease_ms=LEASE_MS) as here:
@@ -40,7 +46,9 @@ def test_workers_read_the_host_tiers_of_their_namespace_over_nixl(tmp_path: Path
         until(lambda: mapped_by(here, "a") == {incarnation_of(here, "b")} and len(mapped_by(here, "b")) == 1)
         assert [here.shown(name)[0].nixl_peers for name in ("a", "b")] == [1, 1]
         assert here.shown("b")[0].nixl_arena == b"", "metadata is for workers that may read the memory"
+        (agent,) = map(int, Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split())
         first.kill()
+        until(lambda: has_ended(agent))
         until(lambda: mapped_by(here, "b") == set())
         assert here.shown("b")[0].nixl_peers == 0
         here.worker(replica="a", folder="a")

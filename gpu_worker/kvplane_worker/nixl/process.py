@@ -34,6 +34,7 @@ from kvplane_worker.tiers.seal import HEADER_BYTES
 NUM_LANES = 8  # twice the threads that read: a late read takes a lane with it
 MOST_LATE = 2  # of one peer
 MAX_ADDRESS_BITS = 63
+NO_PEER = 0  # numbers of peers begin above it
 LANE_BYTES = 4 << 20  # at least; a piece of a job is not larger, except of one block
 START_S, ORDER_S, READ_S = 20.0, 5.0, 5.0  # that the agent may take for its start, an order, a read
 
@@ -165,7 +166,9 @@ class NixlProcess:
 
     @property
     def is_usable(self) -> bool:
-        """Whether the process runs, and has a lane that is not late."""
+        """Whether the process runs, answers, and has a lane that is not late."""
+        if self.num_late:  # is it the peer that hangs, or this process?
+            self.forget(NO_PEER)
         return self._process.poll() is None and self.num_late < NUM_LANES
 
     @property
@@ -197,7 +200,7 @@ class NixlProcess:
         return memory
 
     def forget(self, number: int) -> None:
-        """Let the agent forget a peer, when no read of it is under way."""
+        """Let the agent forget a peer, when no read of it is under way. Ends an agent that does not answer."""
         if self._process.poll() is not None:
             return
         try:
@@ -267,6 +270,7 @@ class NixlProcess:
         except OSError as error:
             # A later answer would be taken for that of the next order.
             self._process.kill()
+            self._process.wait()
             raise Unavailable(f"the agent of NIXL does not answer: {error}") from None
         if answer[:1] != DONE:
             raise Unavailable(answer[1:].decode(errors="replace") or "the agent of NIXL has ended")
