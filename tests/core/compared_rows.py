@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,8 @@ from kvplane.base.errors import KvplaneError
 from kvplane.base.groups import MambaMode
 from kvplane.base.step import Step, StepResult
 from kvplane_core.face.interface import INSIDE, Need
-from kvplane_core.spec.open_step import OpenStep
+from kvplane_core.face.part_rows import Update
+from kvplane_core.spec.open_step import RUN, OpenStep
 
 if TYPE_CHECKING:
     from tests.core.compared import ComparedCores
@@ -40,16 +42,35 @@ class ComparedStep:
             (answer, error), (of_other, other_error) = (
                 _outcome(getattr(step, name), row, columns) for step in (self.first, self.second)
             )
-            if name in ("decode", "extend") and answer and not any(answer):
+            if name == "extend" and answer and not any(answer):
                 answer = ()  # no new blocks
             self.both.require(name, (answer, _plain(error)), (of_other, _plain(other_error)))
-            granted = [slot for slot in SLOTS if self.second.is_granted(slot)]
-            self.both.require("granted", [slot for slot in SLOTS if slot in self.first.granted], granted)
+            self._compare_granted()
             if error is not None:
                 raise error
             return answer
 
         return ask_both
+
+    def decode(
+        self, slot: int, num_tokens: int, digests: Sequence[bytes], num_new: int, lookahead: int, in_flight: int
+    ) -> Any:
+        """Give the specification the two rows for which the row stands, unless the compiled core leaves it to them."""
+        new = self.second.decode(slot, num_tokens, digests, num_new, lookahead, in_flight)
+        if new is False:
+            return new
+        self.first._enter(RUN)  # the growth is recorded with the run row
+        gained = num_tokens - self.both.first.requests.num_tokens[slot]
+        if gained or digests:
+            self.first.update(Update(slot, appended=gained, digests=digests))
+        answer = self.first.extend(slot, num_new, lookahead, in_flight)
+        self.both.require("decode", answer if answer is None or any(answer) else (), new)
+        self._compare_granted()
+        return new
+
+    def _compare_granted(self) -> None:
+        granted = [slot for slot in SLOTS if self.second.is_granted(slot)]
+        self.both.require("granted", [slot for slot in SLOTS if slot in self.first.granted], granted)
 
     def close(self) -> StepResult:
         """End the step on both cores."""

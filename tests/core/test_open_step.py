@@ -11,6 +11,7 @@ from kvplane.base.step import UNLIMITED, AdmitStatus, Cache, End, RowFlag, Step,
 from kvplane_core.face import inspect, state
 from kvplane_core.face.part_rows import AdmitTerms, Update
 from kvplane_core.spec.open_step import OpenStep
+from tests.core import builders
 from tests.core.builders import (
     GRANTED,
     REFERENCE,
@@ -298,11 +299,11 @@ def test_growth_between_the_rows_of_other_requests_stays_in_one_part(step):
         step.add(slot, 7, [])
         assert step.admit(slot, 0, 7) is GRANTED
     step.close()
-    step = open_step(step._replica, step.seq)
+    step = open_step(step.both, step.seq)
     assert step.decode(0, 13, [], 1, 0, 0) == [[8]]
-    assert step.decode(1, 8, [], 1, 0, 0) == [[]]
+    assert step.decode(1, 8, [], 1, 0, 0) == ()
     step.update(Update(2, appended=1))
-    assert step.extend(2, 1) == [[]]
+    assert step.extend(2, 1) == ()
     step.close()
     (part,) = step.recorded().parts
     assert (part.facts.slot, part.run.slot) == ([0, 1, 2], [0, 1, 2])
@@ -311,8 +312,6 @@ def test_growth_between_the_rows_of_other_requests_stays_in_one_part(step):
 @pytest.mark.parametrize(
     "row",
     [
-        # drafts only, after tokens that are all computed: its states
-        pytest.param((0, 12, [], 1, 0, 0), marks=pytest.mark.specification),
         (0, 13, [], 0, 0, 0),
         (0, 14, [], 1, 0, 0),  # computes one of two tokens
         (0, 11, [], 1, 0, 0),
@@ -336,10 +335,20 @@ def test_an_unusual_row_is_left_to_the_methods_that_check_it(row):
     step.add(1, 4, [])
     assert step.decode(2, 13, [], 1, 0, 0)
     before = state.digest(replica)
-    if row[1] == 12:
-        replica.coordinator.has_states = True
     assert step.decode(*row) is False
     assert state.digest(replica) == before
+    assert step.decode(0, 13, [], 1, 0, 0)
+
+
+def test_drafts_of_a_request_with_states_are_left_to_the_method_that_checks_them():
+    """After tokens that are all computed."""
+    replica = new_replica(replica_spec(full(), builders.state(), num_blocks=20))
+    step = open_step(replica, 0)
+    step.add(0, 12, [])
+    assert step.admit(0, 0, 12) is GRANTED
+    step.close()
+    step = open_step(replica, 1)
+    assert step.decode(0, 12, [], 1, 0, 0) is False
     assert step.decode(0, 13, [], 1, 0, 0)
 
 

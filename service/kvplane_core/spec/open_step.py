@@ -33,7 +33,6 @@ from kvplane.base.step import (
     Step,
     StepResult,
 )
-from kvplane.base.values import MAX_LOOKAHEAD
 from kvplane_core.face.contents import Content
 from kvplane_core.face.interface import Hit
 from kvplane_core.face.part_rows import (
@@ -221,6 +220,12 @@ class OpenStep:
             return False
         return not update.digests or self._are_next(slot, num_tokens, update.digests)
 
+    def _are_next(self, slot: int, num_tokens: int, digests: Sequence[bytes]) -> bool:
+        """Whether the request may append these hashes when it has `num_tokens` tokens."""
+        known = self._requests.content[slot].digests
+        is_due = len(known) + len(digests) <= num_tokens // self._replica.spec.hash_block_size
+        return is_due and bool(known) and set(map(len, digests)) == {len(known[0])}
+
     def change_cache(self, cache: Cache) -> list[int]:
         """Apply a cache section; returns the slots that are preempted by it. If it resets the cache, read `reset_done`
         after it.
@@ -270,11 +275,11 @@ class OpenStep:
 
     def decode(
         self, slot: int, num_tokens: int, digests: Sequence[bytes], num_new: int, lookahead: int, in_flight: int
-    ) -> Sequence[list[int]] | Literal[False] | None:
-        """Append what a running request gained, and grant it tokens: `update` and `extend` in one call.
+    ) -> Literal[False]:
+        """Leave the row to `update` and `extend`, whose rows it stands for: return False, and change nothing.
 
-        Returns what `extend` returns. Returns False, and changes nothing, for a row that needs the checks of these two
-        methods: the conditions here permit only a row that computes all tokens of a request, without flags.
+        A compiled core does the work of both in one call, for the usual row: one that computes all tokens of a request,
+        without flags. It then returns what `extend` returns.
 
         Args:
             slot: slot of a request that `add` put there and that has not ended.
@@ -284,60 +289,7 @@ class OpenStep:
             lookahead: further token positions that must have a block.
             in_flight: as in the columns of `Run`.
         """
-        requests, row_in = self._requests, self._row_in
-        computed, before = requests.computed[slot], requests.num_tokens[slot]
-        end = computed + num_new
-        if slot in row_in or not (num_new > 0 and before <= num_tokens <= end <= requests.limit[slot]):
-            return False  # a second row: perhaps a second grant
-        if not self._may_grow(slot, num_tokens, digests, end, lookahead, in_flight):
-            return False
-        self._enter(RUN)
-        if num_tokens > before or digests:
-            requests.num_tokens[slot] = num_tokens
-            self._replica.facts.add_digests(slot, digests)
-            # Recorded before the rows of other requests, which neither read nor change what this row changes.
-            self._rows.facts.append(Update(slot, appended=num_tokens - before, digests=digests))
-        row_in[slot] = len(self._parts)
-        self._rows.runs.append((slot, end - num_tokens, lookahead, in_flight, self._decode_flags, 0))
-        return self._grant(slot, Growth(num_new, lookahead, in_flight))
-
-    def _grant(self, slot: int, growth: Growth) -> Sequence[list[int]] | None:
-        """Allocate the blocks of a run row, and grant its tokens; None if too few blocks are free."""
-        new, result = self._blocks.extend(slot, growth), self._result
-        if isinstance(new, int):
-            note_run_needed(result, len(result.granted), new)
-            result.granted.append(0)
-            return None
-        self._tracker.note_keys(slot, self.seq)
-        for group, ids in enumerate(new):
-            if ids:
-                result.new_blocks.add(len(result.granted), group, ids)
-        result.granted.append(growth.num_new)
-        self._requests.computed[slot] += growth.num_new
-        self.granted.add(slot)
-        return new
-
-    def _may_grow(
-        self, slot: int, num_tokens: int, digests: Sequence[bytes], end: int, lookahead: int, in_flight: int
-    ) -> bool:
-        """Whether a request may append tokens and hashes, and compute up to position `end`, without further checks."""
-        requests = self._requests
-        return (
-            requests.running[slot]
-            and 0 <= lookahead <= MAX_LOOKAHEAD
-            and in_flight >= 0
-            and slot not in requests.loading
-            and not self._tracker.loads_from_tiers(slot)
-            # Drafts are limited by the states that are kept for them.
-            and not (end > num_tokens and self._blocks.has_states)
-            and (not digests or self._are_next(slot, num_tokens, digests))
-        )
-
-    def _are_next(self, slot: int, num_tokens: int, digests: Sequence[bytes]) -> bool:
-        """Whether the request may append these hashes when it has `num_tokens` tokens."""
-        known = self._requests.content[slot].digests
-        is_due = len(known) + len(digests) <= num_tokens // self._replica.spec.hash_block_size
-        return is_due and bool(known) and set(map(len, digests)) == {len(known[0])}
+        return False
 
     def extend(
         self,
@@ -364,7 +316,20 @@ class OpenStep:
         self._rows.runs.append(row)
         flying = requests.in_flight[slot] if in_flight < 0 else in_flight
         delays, full_fit = bool(flags & DELAY_CACHING), bool(flags & FULL_FIT)
-        return self._grant(slot, Growth(num_new, lookahead, flying, delays, reserved, full_fit))
+        new = self._blocks.extend(slot, Growth(num_new, lookahead, flying, delays, reserved, full_fit))
+        result = self._result
+        if isinstance(new, int):
+            note_run_needed(result, len(result.granted), new)
+            result.granted.append(0)
+            return None
+        self._tracker.note_keys(slot, self.seq)
+        for group, ids in enumerate(new):
+            if ids:
+                result.new_blocks.add(len(result.granted), group, ids)
+        result.granted.append(num_new)
+        requests.computed[slot] += num_new
+        self.granted.add(slot)
+        return new
 
     def _end_of_run(self, slot: int, num_new: int) -> int:
         """Return where a row of a running request ends; raise InvalidArgument if it cannot be granted the tokens."""
