@@ -5,7 +5,8 @@ without it. KVPLANE_NATIVE=off selects Python.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -23,34 +24,24 @@ _COMPILED, _ = load("kvplane_fleet.native", "index")
 
 
 class NativeIndex:
-    """See Index."""
+    """See Index. Each method is one call of the library."""
 
     def __init__(self, sweep_at: int = SWEEP_AT) -> None:
         assert _COMPILED is not None, "the caller has checked it"
-        self._native, self._index = _COMPILED, _COMPILED.new(sweep_at)
-
-    def new_cell(self) -> int:
-        """See Index."""
-        cell: int = self._native.new_cell(self._index)
-        return cell
-
-    def clear(self, cell: int) -> None:
-        """See Index."""
-        self._native.clear(self._index, cell)
-
-    def release(self, cell: int) -> None:
-        """See Index."""
-        self._native.release(self._index, cell)
-
-    def size(self, cell: int) -> int:
-        """See Index."""
-        size: int = self._native.size(self._index, cell)
-        return size
-
-    def digest(self, cell: int) -> tuple[int, int]:
-        """See Index."""
-        digest: tuple[int, int] = self._native.digest(self._index, cell)
-        return digest
+        native, index = _COMPILED, _COMPILED.new(sweep_at)
+        self._native, self._index = native, index
+        self.parts: int = native.PARTS
+        self.new_cell: Callable[[], int] = partial(native.new_cell, index)
+        self.clear: Callable[[int], None] = partial(native.clear, index)
+        self.release: Callable[[int], None] = partial(native.release, index)
+        self.size: Callable[[int], int] = partial(native.size, index)
+        self.digest: Callable[[int], tuple[int, int]] = partial(native.digest, index)
+        self.add: Callable[[int, Sequence[int]], None] = partial(native.add, index)
+        self.remove: Callable[[int, Sequence[int]], int] = partial(native.remove, index)
+        self.keys_of: Callable[[int], dict[int, int]] = partial(native.keys_of, index)
+        self.within: Callable[[Sequence[int], int], Sequence[int]] = native.within
+        # The hits of a prompt of a number of tokens, whose keys are given, at several places.
+        self.claims: Callable[[Sequence[int], int, Sequence[Asked]], list[Row]] = partial(native.claims, index)
 
     @property
     def num_keys(self) -> int:
@@ -64,47 +55,17 @@ class NativeIndex:
         sets: int = self._native.totals(self._index)[1]
         return sets
 
-    def add(self, cell: int, keys: Sequence[int]) -> None:
-        """See Index."""
-        self._native.add(self._index, cell, keys)
-
-    def remove(self, cell: int, keys: Sequence[int]) -> int:
-        """See Index."""
-        unknown: int = self._native.remove(self._index, cell, keys)
-        return unknown
-
-    def keys_of(self, cell: int) -> dict[int, int]:
-        """See Index."""
-        keys: dict[int, int] = self._native.keys_of(self._index, cell)
-        return keys
-
-    @property
-    def parts(self) -> int:
-        """See Index."""
-        parts: int = self._native.PARTS
-        return parts
-
     def packed_keys(self, cell: int, key_bytes: int, first: int = 0, end: int | None = None) -> bytes:
         """See Index."""
         last = self.parts if end is None else end
         packed: bytes = self._native.packed_keys(self._index, cell, key_bytes // 8, first, last)
         return packed
 
-    def within(self, keys: Sequence[int], end: int) -> Sequence[int]:
-        """See Index."""
-        found: list[int] = self._native.within(keys, end)
-        return found
-
     def find(self, keys: Sequence[int]) -> Found:
         """See Index."""
         sets, positions = self._native.find(self._index, keys)
         bits = [int.from_bytes(one, "little") for one in sets]
         return Found(bits, np.frombuffer(positions, np.uint32).astype(np.int64))
-
-    def claims(self, keys: Sequence[int], num_tokens: int, asked: Sequence[Asked]) -> list[Row]:
-        """Return the hits of a prompt of `num_tokens` tokens, whose keys are given, at several places."""
-        rows: list[Row] = self._native.claims(self._index, keys, num_tokens, asked)
-        return rows
 
 
 def layout(head: tuple[int, int, int, int, int], classes: Sequence[tuple[object, ...]]) -> object:
