@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvplane.base.errors import InternalError, InvalidArgument, KvplaneError, NotFound, OtherWriter, StaleEpoch
+from kvplane.base.requests import Ending
 from kvplane.session.rows import AdmitRow, NewsRow, part_of
 from kvplane_service.config import Config
 from kvplane_service.decisions.log import Decision
@@ -26,7 +27,6 @@ from kvplane_service.unary.calls import (
     Appended,
     CommitCall,
     Content,
-    EndKind,
     EvictCall,
     FreeCall,
     ResetCall,
@@ -94,7 +94,7 @@ def call_at_random(random):
         AllocateCall(name, appended=appended, victims=tuple(random.sample("abc", 2))),
         AllocateCall(name),
         CommitCall(name, appended=appended),
-        FreeCall(name, random.choice(list(EndKind))),
+        FreeCall(name, random.choice(list(Ending))),
         EvictCall((random.randrange(30),)),
         ResetCall(),
         CommitCall(),

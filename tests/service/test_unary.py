@@ -15,6 +15,7 @@ from kvplane.base.errors import (
     OpIdReused,
     OtherWriter,
 )
+from kvplane.base.requests import Ending
 from kvplane.base.step import CacheEvent, ExtraKeys, RowFlag
 from kvplane_service.config import Config
 from kvplane_service.replicas.step_order import UnaryStep
@@ -26,7 +27,6 @@ from kvplane_service.unary.calls import (
     CallHeader,
     CommitCall,
     Content,
-    EndKind,
     EvictCall,
     FreeCall,
     ResetCall,
@@ -219,7 +219,7 @@ class TestRefusals:
 
     def test_a_held_request_cannot_be_allocated_before_its_release(self, world):
         world.allocate("a", PROMPT)
-        world.apply(FreeCall("a", EndKind.HELD, 0))
+        world.apply(FreeCall("a", Ending.HELD, 0))
         with world.refuses(FailedPrecondition, "held", "request_id"):
             world.allocate("a")
 
@@ -266,14 +266,14 @@ class TestRefusals:
 
     def test_a_release_with_a_fence_is_refused(self, world):
         world.allocate("a", PROMPT)
-        world.apply(FreeCall("a", EndKind.HELD, 0))
+        world.apply(FreeCall("a", Ending.HELD, 0))
         with world.refuses(InvalidArgument, field="fence_seq"):
-            world.apply(FreeCall("a", EndKind.RELEASED, 1))
+            world.apply(FreeCall("a", Ending.RELEASED, 1))
 
     def test_a_fence_beyond_the_sent_steps_is_refused(self, world):
         world.allocate("a", PROMPT)
         with world.refuses(InvalidArgument, field="fence_seq"):
-            world.apply(FreeCall("a", EndKind.FREE, 9))
+            world.apply(FreeCall("a", Ending.FREE, 9))
 
     @pytest.mark.parametrize("block", [0, 21, 2**32 - 1])
     def test_a_block_outside_of_the_pool_is_refused_by_index(self, world, block):
@@ -291,30 +291,30 @@ class TestEnding:
     def test_a_fence_keeps_the_blocks_until_its_step_was_executed(self, world):
         world.allocate("a", PROMPT)
         free = [
-            world.apply(FreeCall("a", EndKind.FREE, 1), UnaryStep(executed_through=0)).parts[0].free_blocks,
+            world.apply(FreeCall("a", Ending.FREE, 1), UnaryStep(executed_through=0)).parts[0].free_blocks,
             world.apply(CommitCall(), UnaryStep(executed_through=1)).step.parts[0].free_blocks,
         ]
         assert free == [17, 20]
 
     def test_held_blocks_stay_until_they_are_released(self, world):
         world.allocate("a", PROMPT)
-        assert world.apply(FreeCall("a", EndKind.HELD, 0)).parts[0].free_blocks == 17
-        assert world.apply(FreeCall("a", EndKind.RELEASED, 0)).parts[0].free_blocks == 20
+        assert world.apply(FreeCall("a", Ending.HELD, 0)).parts[0].free_blocks == 17
+        assert world.apply(FreeCall("a", Ending.RELEASED, 0)).parts[0].free_blocks == 20
 
     def test_a_finished_load_does_not_end_the_request(self, world):
         world.allocate("a", PROMPT, external=16, cap=0, flags=RowFlag.DELAY_CACHING)
-        world.apply(FreeCall("a", EndKind.RELEASED, 0))
+        world.apply(FreeCall("a", Ending.RELEASED, 0))
         assert world.allocate("a").granted == 24
 
     def test_a_preempted_request_keeps_its_tokens(self, world):
         world.allocate("a", PROMPT)
-        world.apply(FreeCall("a", EndKind.PREEMPTED, 0))
+        world.apply(FreeCall("a", Ending.PREEMPTED, 0))
         answer = world.allocate("a")
         assert (answer.hit, answer.granted) == (32, 8)
 
     def test_a_waiting_request_may_be_sent_again(self, world):
         world.allocate("a", PROMPT)
-        world.apply(FreeCall("a", EndKind.PREEMPTED, 0))
+        world.apply(FreeCall("a", Ending.PREEMPTED, 0))
         answer = world.allocate("a", list(range(100, 120)))
         assert (answer.granted, answer.hashes.count) == (20, 1)
         assert world.decode("a", [1] * 12).hashes.count == 2
@@ -328,7 +328,7 @@ class TestEnding:
             answer = world.allocate("a", content)
             assert (answer.status, answer.table, answer.hashes.count) == (AllocationStatus.DEFERRED, [[]], 3)
             assert not set(pages) & set(specification_of(world.host.replica).coordinator.pool.free)
-        world.apply(FreeCall("a", EndKind.RELEASED, 0))
+        world.apply(FreeCall("a", Ending.RELEASED, 0))
         answer = world.allocate("a", again)
         assert (answer.status, answer.granted, answer.hashes.count) == (AllocationStatus.GRANTED, 40, 2)
         assert world.decode("a", [1] * 8).hashes.count == 3

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from kvplane import wire
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.hashing import HashScheme, PackedHashes
+from kvplane.base.requests import Ending
 from kvplane.base.step import ANY_HIT, NO_EXTRA_KEYS, UNCHANGED, UNLIMITED, RowFlag, Watermark
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.auth.gate import CALL
 from kvplane_service.replicas.step_order import UnaryStep
-from kvplane_service.unary.calls import AllocateCall, Appended, CallHeader, CommitCall, Content, EndKind, FreeCall
+from kvplane_service.unary.calls import AllocateCall, Appended, CallHeader, CommitCall, Content, FreeCall
 
 _HASHES_AT_ONCE = 4096  # whose bytes objects protobuf makes in one call, during which no other thread runs
 _MAX_COLUMN = 2**31 - 1  # largest value of i32 columns, in which -1 means "absent"
@@ -123,14 +124,14 @@ def decode_free(message: pb.FreeRequest) -> FreeCall:
     return FreeCall(message.request_id, _end(message.end), message.fence_seq)
 
 
-def _end(value: int) -> EndKind:
+def _end(value: int) -> Ending:
     if value == pb.END_KIND_UNSPECIFIED:
-        return EndKind.FREE
+        return Ending.FREE
     known = pb.EndKind.DESCRIPTOR.values_by_number.get(value)
     if known is None:
         remedy = "use FREE, HELD, PREEMPTED or RELEASED"
         raise InvalidArgument(f"{value} is not a value of EndKind", field="end", remedy=remedy)
-    return EndKind(known.name.removeprefix("END_KIND_"))
+    return Ending(known.name.removeprefix("END_KIND_").lower())
 
 
 def _flags(message: pb.AllocateSlotsRequest) -> RowFlag:

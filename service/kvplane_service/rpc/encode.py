@@ -7,6 +7,7 @@ from dataclasses import replace
 from heapq import nlargest
 from io import BytesIO
 from itertools import chain
+from typing import Any
 
 from kvplane import wire
 from kvplane.base.step import EventKind, Orders, StepResult
@@ -60,16 +61,18 @@ _NS_PER_MS = 1_000_000
 _GROUP_COUNTERS = ("used_blocks", "cached_blocks", "allocated_blocks", "hit_blocks", "evicted_blocks")
 
 
-def _fill_mutation(result: pb.MutationResult, step: StepResult) -> None:
-    """Write the part of the answer that all calls that change a replica share: step number, free blocks, orders (pages
-    to copy or zero), events. It is written in place, because copying a message with many rows would block the
-    interpreter for milliseconds.
+def _with_mutation(message: Any, step: StepResult) -> bytes:  # noqa: ANN401
+    """Return the serialized answer with the part that all calls that change a replica share: step number, free blocks,
+    orders (pages to copy or zero), events. It is written in place, because copying a message with many rows would block
+    the interpreter for milliseconds.
     """
-    applied = step.parts[0]
+    applied, result = step.parts[0], message.result
     result.seq, result.free_blocks = step.seq, applied.free_blocks
     result.orders.SetInParent()
     _fill_orders(result.orders, applied.orders)
     result.events.extend([wire.encode_event(event) for event in (*applied.events, *applied.tier_events)])
+    raw: bytes = message.SerializeToString()
+    return raw
 
 
 def _fill_orders(message: pb.RankOrders, orders: Orders) -> None:
@@ -103,29 +106,28 @@ def encode_allocated(answer: Allocated) -> bytes:
     for groups, blocks in ((message.new_blocks, answer.new_blocks), (message.block_table, answer.table)):
         for ids in blocks:
             groups.add().block_ids.extend(ids)  # a constructor would copy the tables
-    _fill_mutation(message.result, answer.step)
-    return message.SerializeToString()
+    return _with_mutation(message, answer.step)
 
 
 def encode_committed(answer: Committed) -> bytes:
     """Return the serialized CommitBlocksResponse."""
     message = pb.CommitBlocksResponse(num_hashes=answer.hashes.count, last_hash=answer.hashes.last)
-    _fill_mutation(message.result, answer.step)
-    return message.SerializeToString()
+    return _with_mutation(message, answer.step)
 
 
 def encode_freed(step: StepResult) -> bytes:
     """Return the serialized FreeResponse, from the result of the step that ended the request."""
-    message = pb.FreeResponse()
-    _fill_mutation(message.result, step)
-    return message.SerializeToString()
+    return _with_mutation(pb.FreeResponse(), step)
 
 
 def encode_evicted(step: StepResult) -> bytes:
     """Return the serialized EvictBlocksResponse, from the result of the step that removed the keys."""
-    message = pb.EvictBlocksResponse()
-    _fill_mutation(message.result, step)
-    return message.SerializeToString()
+    return _with_mutation(pb.EvictBlocksResponse(), step)
+
+
+def encode_reset(step: StepResult) -> bytes:
+    """Return the serialized ResetPrefixCacheResponse, from the result of the step that reset the cache."""
+    return _with_mutation(pb.ResetPrefixCacheResponse(done=step.parts[0].reset_done), step)
 
 
 def encode_prefetched(step: StepResult) -> bytes:
@@ -142,13 +144,6 @@ def encode_retained(step: StepResult) -> bytes:
     message = pb.RetainResponse(
         seq=step.seq, retained_tokens=done.hit[0], retained_blocks=done.blocks[0], left_blocks=done.left[0]
     )
-    return message.SerializeToString()
-
-
-def encode_reset(step: StepResult) -> bytes:
-    """Return the serialized ResetPrefixCacheResponse, from the result of the step that reset the cache."""
-    message = pb.ResetPrefixCacheResponse(done=step.parts[0].reset_done)
-    _fill_mutation(message.result, step)
     return message.SerializeToString()
 
 

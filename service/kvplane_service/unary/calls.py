@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 from kvplane.base.errors import InvalidArgument, LimitExceeded, PermissionDenied
 from kvplane.base.hashing import HashTail
 from kvplane.base.prefetch import NO_REQUEST, Prefetch
+from kvplane.base.requests import Ending
 from kvplane.base.retain import MAX_RETAINED, MAX_RETAINED_PER_BLOCK, Retain, RetainOutcome
 from kvplane.base.step import (
     ANY_HIT,
@@ -183,15 +184,6 @@ class Committed:
     hashes: Hashes
 
 
-class EndKind(Enum):
-    """What happens to a request that ends, and to its blocks; the value is the name in the proto contract."""
-
-    FREE = "FREE"
-    HELD = "HELD"
-    PREEMPTED = "PREEMPTED"
-    RELEASED = "RELEASED"
-
-
 @dataclass(frozen=True, slots=True)
 class AllocateCall(UnaryCall[Allocated]):
     """One AllocateSlots call: allocates blocks for a new, waiting or running request (allocation.proto)."""
@@ -258,7 +250,7 @@ class FreeCall(UnaryCall[StepResult]):
     """
 
     request_id: str
-    end: EndKind = EndKind.FREE
+    end: Ending = Ending.FREE
     fence_seq: int = 0
 
 

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from kvplane.base.errors import FailedPrecondition, InvalidArgument
 from kvplane.base.hashing import HashTail
+from kvplane.base.requests import Ending
 from kvplane.base.session import NEW_EPOCH
 from kvplane.base.step import (
     UNCHANGED,
@@ -40,7 +41,6 @@ from kvplane_service.unary.calls import (
     CommitCall,
     Committed,
     Content,
-    EndKind,
     EvictCall,
     FreeCall,
     Hashes,
@@ -72,7 +72,7 @@ _OF_ADMISSION = {
 }
 
 
-_ENDS = {EndKind.FREE: End.FREE, EndKind.HELD: End.HELD, EndKind.PREEMPTED: End.PREEMPTED}
+_ENDS = {Ending.FREE: End.FREE, Ending.HELD: End.HELD, Ending.PREEMPTED: End.PREEMPTED}
 
 
 class UnaryCalls:
@@ -108,14 +108,14 @@ class UnaryCalls:
             KvplaneError: the call is refused; nothing changes, and no answer is kept.
         """
         host = self.host
-        asked: UnaryCall[Any] = call
-        self._asking.check(asked)
-        if isinstance(call, PrefetchCall | RetainCall):
-            asked = await self._hashed(call)
-            self._asking.check(asked)
-        if self._asking.are_for(asked):
-            return await self._ask_engine(header, asked, encode)
         prepared: UnaryCall[_Answer] | None = None
+        self._asking.check(call)
+        if isinstance(call, CacheCall):
+            hashed: UnaryCall[Any] = await self._hashed(call)
+            self._asking.check(call)  # it was awaited
+            if self._asking.are_for(call):
+                return await self._ask_engine(header, hashed, encode)
+            prepared = hashed
         while True:
             await host.idle()
             host.check_unary(header.at)
@@ -315,7 +315,7 @@ class UnaryCalls:
         NotFound, InvalidArgument.
         """
         request = self._book.get(call.request_id)
-        if call.end is EndKind.RELEASED:
+        if call.end is Ending.RELEASED:
             if call.fence_seq:
                 raise InvalidArgument(
                     f"fence_seq is {call.fence_seq}, and a release takes no fence",
