@@ -1,4 +1,4 @@
-"""python -m tests.worker.nixl_writer ARENA OFFSET: what a holder of `nixl_arena` (hex) can do: write there, over NIXL.
+"""python -m tests.worker.nixl_writer ARENA ADDRESS: what a holder of `nixl_arena` (hex) can do: write there, over NIXL.
 
 The exit status is 0 if the write was done.
 """
@@ -15,28 +15,30 @@ from kvplane_worker.nixl import agent
 from kvplane_worker.nixl.messages import ADDRESS
 
 LIMIT_S = 20
+NUM_BYTES, VALUE = 64, 0xEE
 
 
-def write(arena: bytes, offset: int) -> bool:
-    """Write 64 bytes into the memory, from another process; returns whether NIXL says that it did."""
-    command = [sys.executable, "-m", "tests.worker.nixl_writer", arena.hex(), str(offset)]
+def write(arena: bytes, address: int) -> bool:
+    """Write NUM_BYTES into the memory of the lending process, from another process; returns whether NIXL says that it
+    did.
+    """
+    command = [sys.executable, "-m", "tests.worker.nixl_writer", arena.hex(), str(address)]
     code = subprocess.run(command, timeout=3 * LIMIT_S).returncode
     assert code in (0, 3), "the writer failed before it wrote"
     return code == 0
 
 
-def main(arena: bytes, offset: int) -> int:
+def main(arena: bytes, address: int) -> int:
     nixl = agent.library()
     config = nixl.nixlAgentConfig()
     config.useProgThread, config.pthrDelay = True, agent.PROGRESS_US
     mine = nixl.nixlAgent("writer", config)
     mine.createBackend("UCX", {})
-    content = np.full(64, 0xEE, dtype=np.uint8)
+    content = np.full(NUM_BYTES, VALUE, dtype=np.uint8)
     at = int(content.ctypes.data)
     mine.registerMem(nixl.nixlRegDList(nixl.DRAM_SEG, [(at, content.nbytes, 0, "")]), [])
     name = mine.loadRemoteMD(arena[ADDRESS.size :]).decode()
-    (base,) = ADDRESS.unpack_from(arena)
-    local, remote = ([(one, content.nbytes, 0)] for one in (at, base + offset))
+    local, remote = ([(one, content.nbytes, 0)] for one in (at, address))
     made = mine.createXferReq(
         nixl.NIXL_WRITE, nixl.nixlXferDList(nixl.DRAM_SEG, local), nixl.nixlXferDList(nixl.DRAM_SEG, remote), name
     )

@@ -24,6 +24,7 @@ from kvplane_worker.tiers import HostSlots, Peer, PeerSlots
 from kvplane_worker.tiers.arena import Arena
 from kvplane_worker.tiers.seal import HEADER_BYTES
 from tests.service.rig import until
+from tests.worker.nixl_writer import NUM_BYTES, VALUE, write
 from tests.worker.test_arenas import HOST, NAMESPACE, PEERS, SLOTS, WIDTH, row, written
 
 pytestmark = pytest.mark.skipif(
@@ -157,19 +158,29 @@ def test_an_address_that_the_agent_has_not_registered_is_not_read():
 
 def test_a_holder_of_the_metadata_cannot_write_the_host_tier():
     """Its write ends the process that lends, and not the worker: that process has the memory mapped read-only."""
-    from tests.worker.nixl_writer import write
-
     host = HostSlots(HOST, WIDTH, "cpu", NAMESPACE)
     payload = written(host, 0, 1, 5, b"kept")
     lender = NixlProcess(host.arena, host.incarnation)
     try:
         before = bytes(host.arena.headers), bytes(host.arena.rows)
-        assert not write(lender.nixl_arena, HEADER_BYTES)
+        (base,) = ADDRESS.unpack_from(lender.nixl_arena)
+        assert not write(lender.nixl_arena, base + HEADER_BYTES)
         assert (bytes(host.arena.headers), bytes(host.arena.rows)) == before
         assert payload in before[1]
         until(lambda: not lender.is_usable)
     finally:
         lender.close()
+
+
+def test_forged_metadata_reaches_memory_of_that_process_that_it_does_not_give_out():
+    """Nothing at the peer compares an address with what it has registered: so no other memory is in its process."""
+    with two() as (_, lender, _, _):
+        maps = Path(f"/proc/{lender.pid}/maps").read_text().splitlines()
+        (staging,) = (int(line.partition("-")[0], 16) for line in maps if "kvplane-nixl-staging" in line)
+        base, forged = lender.nixl_arena[: ADDRESS.size], ADDRESS.pack(staging)
+        assert lender.nixl_arena.count(base) == 2, "in front, and in the metadata"
+        assert write(lender.nixl_arena.replace(base, forged), staging)
+        assert bytes(lender._staging[:NUM_BYTES]) == bytes([VALUE]) * NUM_BYTES
 
 
 def test_no_descriptor_and_no_process_is_left():
