@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from kvplane_service.store.lease import ANNOTATION, LeaseTable, endpoint, path_o
 from kvplane_service.store.writer import Runtime
 from tests.store import apiserver, servers
 from tests.store.apiserver import NAME, NAMESPACE, failure
+from tests.store.etcd_server import Etcd
 from tests.store.granting import Access, WildTable
 from tests.twins import weakened
 
@@ -93,17 +93,11 @@ class TestLease(TableContract):
 
 @pytest.fixture(scope="module")
 def etcd(tmp_path_factory):
-    command = servers.etcd_command()
-    client, peer = (f"http://127.0.0.1:{servers.free_port()}" for _ in range(2))
-    urls = ("--listen-client-urls", client, "--advertise-client-urls", client, "--listen-peer-urls", peer)
-    more = ("--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}", "--log-level", "error")
-    folder = tmp_path_factory.mktemp("etcd")
-    process = subprocess.Popen([*command, "--data-dir", str(folder), *urls, *more], stderr=subprocess.DEVNULL)
+    server = Etcd(tmp_path_factory.mktemp("etcd"))
     try:
-        yield client
+        yield f"http://{server.address}"
     finally:
-        process.kill()
-        process.wait()
+        server.kill()
 
 
 class TestEtcd(TableContract):
