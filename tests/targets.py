@@ -168,7 +168,6 @@ SAMPLED = {
     "tests/plan/test_planner_costs.py::test_a_plan_of_the_most_layers_has_a_bounded_cost": 3,
     "tests/router/test_hits.py::test_claims_equal_brute_force": 3,
     "tests/router/test_replicas.py::test_claims_equal_find_cache_hit": 4,
-    "tests/service/test_explain_random.py::test_every_explanation_is_that_of_the_model": 2,
     "tests/service/test_fuzz.py::test_a_mutated_call_is_answered_or_refused_and_a_refusal_changes_nothing": 3,
     "tests/service/test_fuzz.py::test_a_mutated_session_is_answered_or_refused_and_a_refusal_changes_nothing": 2,
     "tests/service/test_mirror_random.py::test_a_mirror_is_right_or_hidden": 3,

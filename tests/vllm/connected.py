@@ -13,8 +13,11 @@ Runs in the environment of vLLM (`environment`).
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
+import time
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +27,7 @@ from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.umbp.connector import UMBPStoreConnector
+from vllm.triton_utils import dispatcher
 from workload import EVENTS, Observed, engine, mirror_state, prompts
 
 from kvplane.base.errors import InvalidArgument
@@ -49,6 +53,13 @@ def several(*options: dict[str, Any]) -> dict[str, Any]:
     return {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": joined}}
 
 
+LMCACHE = {
+    "kv_connector": "LMCacheMPConnector",
+    "kv_connector_extra_config": {
+        "lmcache.mp.host": "127.0.0.1",
+        "lmcache.mp.port": int(os.environ.get("LMCACHE_PORT", "0")),
+    },
+}
 CONNECTORS: dict[str, Any] = {
     "offloading": offloading(),
     "offloading decoded": offloading(offload_prompt_only=False),
@@ -57,10 +68,25 @@ CONNECTORS: dict[str, Any] = {
     "async": store(is_async=True, failing=0),
     "sync failing": store(is_async=False, failing=3),
     "async failing": store(is_async=True, failing=3),
+    "lmcache": LMCACHE,
+    "lmcache's own": LMCACHE | {"kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector"},
 }
 NUM_PROMPTS, NEW_TOKENS = 12, 16
 IDLE_STEPS = 20  # more than all transfers of requests that have ended take
+WAIT_S = 60.0
 POOL = 40  # blocks, of an engine that does not start
+
+
+def skip_foreign_objects() -> None:
+    """Let vLLM's search for kernels pass over an object in a module of LMCache whose `__dict__` is not a dict: without
+    a GPU an engine with LMCache does not start, whichever scheduler it has.
+    """
+
+    def checked(value: Any) -> Mapping[str, Any]:
+        found = vars(value)
+        return found if isinstance(found, Mapping) else {}
+
+    dispatcher.vars = checked  # type: ignore[attr-defined]
 
 
 class Connected(Observed):
@@ -85,7 +111,11 @@ class Connected(Observed):
         """End all transfers, and empty the prefix cache."""
         for _ in range(IDLE_STEPS):
             self.llm.llm_engine.step()
-        assert self.llm.reset_prefix_cache()
+        until_s = time.monotonic() + WAIT_S
+        while not self.llm.reset_prefix_cache():  # a process of its own has blocks
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+            self.llm.llm_engine.step()
 
     def aborted(self, seed: int) -> dict[str, Any]:
         """Answer requests of which some are aborted."""
@@ -106,6 +136,8 @@ def workers_connector() -> Any:
 def main(model: str, connector: str, kind: str, seeds: str, num_blocks: int, *target: str) -> None:
     """Run the seeds, and print the result."""
     more: dict[str, Any] = dict(EVENTS)
+    if connector.startswith("lmcache"):
+        skip_foreign_objects()
     options = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"} | CONNECTORS[connector]
     more["kv_transfer_config"] = KVTransferConfig(**options)
     if kind == "mirror":
@@ -148,6 +180,8 @@ def refusals() -> dict[str, str]:
 def refusal(model: str, connector: str) -> str:
     """Return the error of an engine that is started with this connector."""
     options = CONNECTORS.get(connector, {"kv_connector": connector})
+    if connector.startswith("lmcache"):
+        skip_foreign_objects()
     try:
         engine(model, "kvplane", POOL, kv_transfer_config=KVTransferConfig(kv_role="kv_both", **options))
     except InvalidArgument as error:

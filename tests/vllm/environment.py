@@ -31,6 +31,8 @@ FURTHER = (
     "orjson", "pytest", "pytest-asyncio", "setuptools>=80,<82", "setuptools_rust", "setuptools_scm", "wheel",
     "xxhash>=3.4,<5",  # of the worker
 )  # fmt: skip
+# The rest of what it requires is for GPUs and for stores of others, or is there.
+LMCACHE = ("lmcache==0.5.6", "sortedcontainers>=2,<3")
 LEFT_OUT = {"torch", "torchaudio", "torchvision", "torchcodec", "setuptools"}  # named above, or for sound and pictures
 # vLLM's tests name a model of the hub, of which they read only the configuration.
 STAND_IN = "facebook/opt-125m"
@@ -65,6 +67,18 @@ def variables() -> dict[str, str]:
         "VLLM_PLUGINS": "",
         "VLLM_TARGET_DEVICE": "cpu",
     }
+
+
+def variables_of_lmcache(port: int) -> dict[str, str]:
+    """The environment variables under which vLLM and LMCache's server at this port run, which are installed first."""
+    folder = FOLDER.with_name(LMCACHE[0].replace("==", "-"))
+    if not (folder / "ready").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        _run(str(PYTHON), "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), *LMCACHE)
+        (folder / "ready").touch()
+    found = variables()
+    path = f"{found['PYTHONPATH']}:{folder}"
+    return found | {"PYTHONPATH": path, "LMCACHE_PORT": str(port), "LMCACHE_TRACK_USAGE": "false", "DO_NOT_TRACK": "1"}
 
 
 def set_up() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +14,7 @@ from tempfile import TemporaryFile
 from threading import Timer
 from typing import Any
 
-from tests.store.servers import free_port
+from tests.store.servers import free_port, wait_until
 from tests.vllm import environment
 
 
@@ -102,6 +103,46 @@ class Service:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+
+
+class LmCache:
+    """LMCache's server, with a cache in host memory.
+
+    Attributes:
+        env: the environment variables of an engine that uses it.
+    """
+
+    def __init__(self, mode: str = "auto") -> None:
+        """`mode`: who copies pages, as LMCache names it."""
+        self.port, self.mode = free_port(), mode
+        self.env = environment.variables_of_lmcache(self.port) | {"LMCACHE_MP_TRANSFER_MODE": mode}
+
+    def __enter__(self) -> LmCache:
+        listen = ["--host", "127.0.0.1", "--port", str(self.port)]
+        listen += ["--http-host", "127.0.0.1", "--http-port", str(free_port())]
+        cache = ["--l1-size-gb", "1", "--l1-use-lazy", "--eviction-policy", "LRU", "--chunk-size", "64"]
+        mode = ["--supported-transfer-mode", self.mode, "--disable-observability"]
+        command = [str(environment.PYTHON), "-m", "lmcache.cli.main", "server", *listen, *cache, *mode]
+        self._output = TemporaryFile("w+")
+        streams: dict[str, Any] = {"stdout": self._output, "stderr": subprocess.STDOUT}
+        self._process = subprocess.Popen(command, env=self.env, **streams)
+        wait_until(self._listens, "LMCache's server starts", 120.0)
+        return self
+
+    def _listens(self) -> bool:
+        self._output.seek(0)
+        assert self._process.poll() is None, self._output.read()[-3000:]
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+    def kill(self) -> None:
+        """Kill it with SIGKILL."""
+        self._process.kill()
+        self._process.wait()
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self._output.close()
 
 
 def run(

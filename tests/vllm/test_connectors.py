@@ -84,6 +84,7 @@ def test_a_service_follows_an_engine_with_a_connector(connector):
 def test_each_connector_of_vllm_runs_or_is_refused_by_its_name():
     answers = processes.run("connected.py", "refusals")
     assert {name for name, answer in answers.items() if not answer} == {
+        "LMCacheMPConnector",
         "MultiConnector",
         "OffloadingConnector",
         "PageStore",

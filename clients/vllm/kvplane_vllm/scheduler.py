@@ -103,7 +103,7 @@ class OnKvplane:
             self.on_service = OnService(self, vllm_config, chosen, is_async=is_async)
         self._managed = isinstance(self.kv_cache_manager, InProcessManager)
         if self._managed:
-            connectors.check_groups(self.connector, self.kv_cache_manager.spec)
+            connectors.check_groups(vllm_config, self.connector, self.kv_cache_manager.spec)
             if self.connector is not None:
                 self.kv_cache_manager.state_offers = StateOffers(self.kv_cache_manager.replica)
             self.kv_cache_manager.executed = 0
