@@ -73,7 +73,7 @@ CONNECTORS: dict[str, Any] = {
 }
 NUM_PROMPTS, NEW_TOKENS = 12, 16
 IDLE_STEPS = 20  # more than all transfers of requests that have ended take
-WAIT_S = 60.0
+WAIT_S = 60.0  # for the end of transfers by a process of its own, LMCache's server
 POOL = 40  # blocks, of an engine that does not start
 
 
@@ -112,7 +112,7 @@ class Connected(Observed):
         for _ in range(IDLE_STEPS):
             self.llm.llm_engine.step()
         until_s = time.monotonic() + WAIT_S
-        while not self.llm.reset_prefix_cache():  # a process of its own has blocks
+        while not self.llm.reset_prefix_cache():  # refused while a transfer uses blocks
             assert time.monotonic() < until_s
             time.sleep(0.01)
             self.llm.llm_engine.step()

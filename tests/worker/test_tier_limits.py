@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import struct
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 
 from kvplane.base.errors import InvalidArgument, KvplaneError, OutOfMemory, WorkerExists
 from kvplane.base.groups import TierKind, TierSpec
+from kvplane_worker import cli
 from kvplane_worker.memory import free_host_bytes, is_in_memory
 from kvplane_worker.tiers import DiskSlots, HostSlots, TierOptions
 from kvplane_worker.tiers.seal import FORMAT
@@ -52,6 +55,10 @@ def test_a_tier_above_the_limit_of_the_operator_is_refused(kind, tmp_path):
         slots(TierSpec(kind, 4), tmp_path, most=most)
     names_remedy(refused.value, "tiers[0].num_blocks")
     assert refused.value.metadata["num_blocks"] == "3"
+    app = typer.Typer()
+    app.command()(cli.command)
+    options = {name for one in typer.main.get_command(app).params for name in one.opts}
+    assert {*re.findall("--[a-z-]+", str(refused.value))} & options == {f"--{kind.value}-size"}
     assert not list(tmp_path.iterdir())
     slots(TierSpec(kind, 3), tmp_path, most=most).close()
 

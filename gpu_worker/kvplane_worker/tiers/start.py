@@ -116,7 +116,7 @@ def _check_size(options: TierOptions, index: int, width: int) -> None:
         raise OutOfMemory(
             f"the {spec.kind.value} tier needs {spec.num_blocks * slot_bytes} bytes, this worker may use {most}",
             field=f"tiers[{index}].num_blocks",
-            remedy=f"register the replica with at most {most // slot_bytes} blocks, or raise --{spec.kind.value}-mib",
+            remedy=f"register the replica with at most {most // slot_bytes} blocks, or raise --{spec.kind.value}-size",
             metadata={"num_blocks": str(most // slot_bytes)},
         )
     if spec.kind is TierKind.DISK and slot_bytes > MOST_AT_ONCE:
