@@ -179,14 +179,18 @@ def test_no_call_is_applied_twice_or_begins_a_life_in_vain(piece):
         assert disturbed(seed) == [], seed
 
 
-# With the first seed that finds each.
-TWINS = {"a refused call begins a life": 0, "callers wait for the next engine": 2, "a repeat is asked again": 80}
+# With seeds that find each. One alone may miss it: on a machine that stops for 20 ms, calls time out earlier.
+TWINS = {
+    "a refused call begins a life": (0, 2, 5),
+    "callers wait for the next engine": (2, 7, 18, 22, 23, 53),
+    "a repeat is asked again": (80, 169, 248, 320, 333, 335, 343, 384),
+}
 
 
 @pytest.mark.parametrize("name", TWINS)
 def test_a_twin_is_found(name):
     with weakened(name):
-        assert disturbed(TWINS[name])
+        assert any(disturbed(seed) for seed in TWINS[name])
 
 
 # ---- the situations
