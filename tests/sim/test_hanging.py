@@ -11,7 +11,7 @@ from tests.sim.hanging import HANGING
 from tests.sim.history import Asked
 from tests.sim.world import World
 
-SEEDS = range(1, 5)
+SEEDS = (1, 2, 4)
 
 
 @pytest.mark.timeout(300)

@@ -341,15 +341,15 @@ def test_small_chunks_are_merged():
 
 
 def test_unkeyed_entries_are_dropped_with_the_entries_they_revoke():
-    engine = Journaled(full(), num_blocks=3001, max_model_len=9000)
-    engine.serve(0, "".join(f"{number:04d}" for number in range(1500)))
+    engine = Journaled(full(), num_blocks=1001, max_model_len=9000)
+    engine.serve(0, "".join(f"{number:04d}" for number in range(500)))
     engine.idle()
     engine.flush()
-    engine.admit(1, "z" * 7500, flags=RowFlag.DELAY_CACHING)
+    engine.admit(1, "z" * 2500, flags=RowFlag.DELAY_CACHING)
     engine.flush()
     entries = load_log(engine.store, LOG).entries()
-    assert sum(len(one.unkeyed_block) for one in entries) > 300
-    for turn in range(5000):
+    assert sum(len(one.unkeyed_block) for one in entries) > 100
+    for turn in range(1700):
         engine.serve(2, f"{turn:04d}!")
         if turn % 50 == 0:
             engine.flush()

@@ -175,7 +175,7 @@ def check_victim(address: str) -> None:
         assert client.find_cache_hit("acme/r", Content(token_ids=list(range(64)))).hit_tokens == 0
 
 
-def test_parts_of_messages_of_sessions_over_grpc_take_no_more_than_their_number_allows(tmp_path):
+def test_parts_of_messages_over_grpc_take_what_their_number_allows(tmp_path):
     with attacked_service(tmp_path, f"max_message_bytes={PART_BYTES}") as (process, address, _):
         with kvplane.connect(address, token="token-acme", timeout_s=60) as client:
             for number in range(PARTIAL_SESSIONS):
