@@ -36,16 +36,16 @@ def slowed(monkeypatch):
     monkeypatch.setattr(Copier, "save", later)
 
 
-def played(seed, settings, lag=0, kind=World, rounds=1, **more):
-    """Play a number of rounds at most, until something is preempted: when memory runs short depends on the movers."""
-    world = kind(seed, settings, lag, **more)
-    try:
-        for _ in range(rounds):
+def played(seed, settings, lag=0, kind=World, worlds=1, **more):
+    """Play a number of worlds at most, until one preempts: when memory runs short depends on the movers."""
+    for number in range(worlds):
+        world = kind(seed + 100 * number, settings, lag, **more)
+        try:
             world.run(STEPS)
-            if world.preempted:
-                break
-    finally:
-        world.rank.close()
+        finally:
+            world.rank.close()
+        if world.preempted or world.wrong:
+            break
     return world
 
 
@@ -57,7 +57,7 @@ def played(seed, settings, lag=0, kind=World, rounds=1, **more):
 def test_every_page_that_is_read_is_right(save, lag, tmp_path, monkeypatch):
     slowed(monkeypatch)
     settings = options(600) if save is None else options(70, tmp_path / "disk", 300, save)
-    world = played(7 + lag, settings, lag, rounds=10)
+    world = played(7 + lag, settings, lag, worlds=10)
     counts, replica = world.planner.counts, world.planner.host.replica
     assert (world.wrong, counts.mismatched, counts.unsaved) == (0, 0, 0)
     assert world.checked > 500
