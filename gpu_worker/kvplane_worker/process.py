@@ -299,7 +299,7 @@ class WorkerProcess:
         self._update_info()
         try:
             renewal = self._service.renew_worker(self._options.replica, self._served.info)
-            if self._peers is not None and self._peers.read_only(renewal.peers):
+            if self._peers is not None and self._peers.follow(renewal.peers):
                 self._update_info()  # the engine learns of a peer once its workers can read it
                 renewal = self._service.renew_worker(self._options.replica, self._served.info)
             return renewal.lease_ms / 1000

@@ -21,6 +21,7 @@ from kvplane_worker.tiers import HostSlots, PeerSlots
 from kvplane_worker.tiers.arena import Arena, arena_bytes
 from kvplane_worker.tiers.seal import IDENTITY_BYTES, Content
 from kvplane_worker.tiers.slots import SlotCounts
+from tests.service.rig import until
 
 SLOTS, WIDTH, NAMESPACE = 6, 5000, b"weights and plan"
 HOST, PEERS = TierSpec(TierKind.HOST, SLOTS), TierSpec(TierKind.PEERS, 40)
@@ -183,3 +184,27 @@ def test_a_worker_reads_the_peers_of_its_last_renewal_alone(tmp_path: Path):
         assert worker.mapped == (other.incarnation,)
         worker.close()
     assert PeersOfWorker.of([], tmp_path / "mine") is None
+
+
+def test_peers_that_hang_delay_no_renewal_and_what_can_be_read_is_said_later(tmp_path: Path):
+    """Their sockets accept, and nothing comes: as of stopped processes."""
+    silent = list[socket.socket]()
+    for name in ("x", "y"):
+        (tmp_path / name).mkdir()
+        silent.append(socket.socket(socket.AF_UNIX))
+        silent[-1].bind(str(tmp_path / name / "arena.sock"))
+        silent[-1].listen()
+    hanging = [PeerArena(20, SLOTS, f"unix:{tmp_path}/{name}/worker.sock", name.encode() * 16) for name in "xy"]
+    (tmp_path / "mine").mkdir()
+    with lent(tmp_path / "a") as (_, one):
+        host, peers = HostSlots(HOST, WIDTH, "cpu", NAMESPACE), PeerSlots(PEERS, WIDTH, NAMESPACE)
+        worker = PeersOfWorker.of([host, peers], tmp_path / "mine")
+        assert worker is not None
+        assert not worker.follow([*hanging, one]), "the two take a second each"
+        until(lambda: worker.follow([*hanging, one]))
+        assert worker.mapped == (one.incarnation,)
+        worker.follow(hanging)
+        worker.close()
+        assert not worker.mapped
+    for listener in silent:
+        listener.close()

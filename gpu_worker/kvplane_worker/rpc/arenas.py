@@ -16,6 +16,7 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Self
 
@@ -30,6 +31,7 @@ from kvplane_worker.tiers.arena import Arena
 
 TIMEOUT_S = 1.0
 RETRY_S = 0.1  # after a connection that could not be accepted
+MOST_WAIT_S = 0.5  # of a renewal for peers: it must not last as long as the lease, which they may
 _LAYOUT = struct.Struct(f"<QQ{INCARNATION_BYTES}s")  # slots, bytes of a slot, incarnation
 
 _log = logging.getLogger(__name__)
@@ -96,6 +98,9 @@ class PeersOfWorker:
         self._lender = ArenaLender(host, run_dir)
         self._read: dict[PeerArena, Peer] = {}
         self._refused: dict[PeerArena, str] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvplane-peers")
+        self._change: Future[bool] | None = None  # that takes longer than the call that began it
+        self._is_closed = False
 
     def _started(self) -> NixlProcess:
         return NixlProcess(self._host.arena, self._host.incarnation)
@@ -124,6 +129,18 @@ class PeersOfWorker:
         """The host tiers that can be read, by incarnation."""
         return tuple(one.incarnation for one in self._peers.peers) if self._peers is not None else ()
 
+    def follow(self, arenas: Sequence[PeerArena]) -> bool:
+        """Read these host tiers as `read_only` does, on a thread: a peer that hangs takes a second, NIXL more. Returns
+        whether what the worker reports has changed; of a change that takes longer, a later call says it.
+        """
+        if self._change is None:
+            self._change = self._thread.submit(self.read_only, arenas)
+        wait([self._change], MOST_WAIT_S)
+        if not self._change.done():
+            return False
+        done, self._change = self._change, None
+        return done.result()
+
     def read_only(self, arenas: Sequence[PeerArena]) -> bool:
         """Read these host tiers from now on, and no others; one that cannot be read is tried again at the next call.
         Returns whether what the worker reports has changed.
@@ -135,7 +152,7 @@ class PeersOfWorker:
         self._read = {one: before[one] for one in arenas if one in before}
         self._refused = {}
         for arena in arenas:
-            if arena not in before:
+            if arena not in before and not self._is_closed:
                 try:
                     self._read[arena] = self._open(arena)
                 except KvplaneError as error:
@@ -173,7 +190,7 @@ class PeersOfWorker:
         """Start NIXL's process again if it has ended or all its lanes are late; returns whether it was. Then it lends
         the host tier under another name, and reads again what it read.
         """
-        if self._nixl is None or self._nixl.is_usable:
+        if self._nixl is None or self._nixl.is_usable or self._is_closed:
             return False
         _log.warning("the process that has NIXL (%d) is started again", self._nixl.pid)
         self._nixl.close()
@@ -186,9 +203,13 @@ class PeersOfWorker:
 
     def close(self) -> None:
         """Lend and read nothing more."""
+        self._is_closed = True
         self._lender.close()
         if self._nixl is not None:
-            self._nixl.close()
+            self._nixl.close()  # what waits for its answers waits no more
+        self._thread.shutdown()
+        if self._nixl is not None:
+            self._nixl.close()  # the one that was started meanwhile
 
 
 def borrow(arena: PeerArena) -> Peer:
