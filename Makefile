@@ -90,7 +90,7 @@ chart: $(DEV)  ## regenerate the schema and the table of the chart's values afte
 	@$(PYTHON) scripts/chart.py
 
 reference: $(DEV)  ## regenerate docs/reference after a change of proto comments, errors or configuration keys
-	@$(PYTHON) scripts/reference.py
+	@$(PYTHON) -m scripts.reference
 
 docs: $(DEV)  ## build the documentation site in build/site; a broken link is an error
 	@NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict

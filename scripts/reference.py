@@ -2,8 +2,8 @@
 classes of errors and the table of statuses, configuration keys from their docstrings, the command line from its parser,
 metrics from the collector; times from the recorded results of tests/bench.
 
-    python scripts/reference.py            write the pages
-    python scripts/reference.py --check    print what would change; exits 1 if anything would
+    python -m scripts.reference            write the pages
+    python -m scripts.reference --check    print what would change; exits 1 if anything would
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from kvplane_service.config import Config
 from kvplane_service.registry import Registry
 from kvplane_service.telemetry.collector import ServiceCollector
 from kvplane_tools.cli import app
+from scripts.reference_python import python_page
 
 ROOT = Path(__file__).resolve().parents[1]
 PROTO = ROOT / "proto" / "kvplane" / "v1"
@@ -337,6 +338,7 @@ def main() -> None:
         "commands.md": commands_page(),
         "metrics.md": metrics_page(),
         "performance.md": performance_page(),
+        "python.md": python_page(NOTE),
     }
     old = {name: (arguments.pages / name).read_text() if (arguments.pages / name).exists() else "" for name in made}
     stale = [name for name, text in made.items() if old[name] != text]

@@ -15,6 +15,7 @@ from typing import Any
 import cbor2
 import pytest
 
+from kvplane import api
 from kvplane.base.hashing import HashScheme, RequestHasher, pack_tokens, split_hashes
 from kvplane.base.step import ExtraKeys, Multimodal
 from kvplane.v1 import admin_pb2, allocation_pb2, events_pb2, plan_pb2, replica_pb2, step_pb2, worker_pb2
@@ -30,8 +31,8 @@ VECTORS: list[dict[str, Any]] = json.loads(fenced_blocks(HASHES, "json")[0])
 
 
 def reference_script(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "reference.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+    command = [sys.executable, "-m", "scripts.reference", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
 
 
 def test_pages_are_up_to_date():
@@ -40,7 +41,8 @@ def test_pages_are_up_to_date():
 
 
 @pytest.mark.parametrize(
-    "name", ["rpcs/admin.md", "errors.md", "configuration.md", "commands.md", "metrics.md", "performance.md"]
+    "name",
+    ["rpcs/admin.md", "errors.md", "configuration.md", "commands.md", "metrics.md", "performance.md", "python.md"],
 )
 def test_changed_page_is_found_and_written_again(name, tmp_path):
     pages = tmp_path / "reference"
@@ -57,6 +59,14 @@ def test_every_command_is_on_the_page():
     page = (PAGES / "commands.md").read_text()
     assert [name for name in COMMANDS if f"\n## kvplane {name}\n" not in page] == []
     assert "\n## kvplane store inspect\n" in page
+
+
+def test_every_public_name_of_the_client_is_on_the_page():
+    page = (PAGES / "python.md").read_text().replace("\\_", "_")
+    errors = (PAGES / "errors.md").read_text()
+    names = [name for name in api.__all__ if name != "aio"]
+    assert [name for name in names if f"\n### {name}\n" not in page and f"`{name}`" not in errors] == []
+    assert "\n#### Client.allocate_slots\n" in page
 
 
 def test_every_rpc_message_and_field_is_on_the_page():

@@ -124,7 +124,7 @@ class Session(SessionView):
         return await self._call(self._machine.receive())
 
     def begin_new_life(self) -> None:
-        """End this engine life (the time of one epoch), so that the next call starts a new one; see
+        """End this epoch, so that the next call starts a new one; see
         `kvplane.Session.begin_new_life`.
         """
         self._machine.check()

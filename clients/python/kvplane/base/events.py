@@ -42,9 +42,9 @@ class EventBatch:
         epoch: epoch of the step.
         events: the events, in the order in which they happened.
         gap: some batches before this one are lost; discard everything recorded of the replica.
-        withdrawn: the replica's session lapsed; do not route requests by the replica's cache entries until a batch with
+        withdrawn: the replica's session expired; do not route requests by its cache entries until a batch with
             `restored`.
-        restored: the session continues after a lapse, and the replica's entries are valid again.
+        restored: the session continues after it expired, and the replica's entries are valid again.
         digests: of the keys that the replica has after this batch, by group; () in most batches.
     """
 

@@ -48,11 +48,11 @@ class Appended:
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """Which engine life (the time of one epoch) and which step a unary call belongs to, and the id with which the
+    """Which epoch and which step a unary call belongs to, and the id with which the
     service detects a repeated call.
 
     Attributes:
-        epoch: epoch of the engine life; NEW_EPOCH = the current epoch.
+        epoch: epoch of the engine; NEW_EPOCH = the current epoch.
         op_id: identifies the call, so that a repeated call gets the stored answer; "" = the client chooses one.
         more: whether more calls belong to the same step.
         executed_through: number of a step; it and all earlier steps have finished on all ranks; None = all steps before

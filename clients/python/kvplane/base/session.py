@@ -79,20 +79,20 @@ class OpenRequest:
     Attributes:
         replica: name of the replica.
         nonce: u64 chosen at random for each stream; only the newest session of a replica may apply steps.
-        epoch: NEW_EPOCH begins a new engine life (the time of one epoch of the engine); the current epoch continues the
-            current engine life after a broken stream.
+        epoch: NEW_EPOCH begins a new epoch; the current epoch continues the
+            current epoch after a broken stream.
         with_events: whether answers contain cache events.
         client: name of the client, for operators.
-        stamp_table: for a new engine life on unchanged page memory: one stamp (version number of the page's content)
+        stamp_table: for a new epoch on unchanged page memory: one stamp (version number of the page's content)
             per block; a prefix cache key stays valid if its stamp is the block's stamp. Empty: no key stays valid.
         incarnation: identifies the page memory, 0 = unknown; cache entries stored for another incarnation are dropped.
-        busy_blocks: for a new engine life: blocks that loads (transfers into pages from outside) may still write: loads
+        busy_blocks: for a new epoch: blocks that loads (transfers into pages from outside) may still write: loads
             of earlier lives, or of requests that `Resume` lists as loading. The service does not allocate these blocks.
         step_version: version of the step format; must equal the service's version.
-        owner_epoch: for a new engine life: the highest epoch that owns a rank's memory (`RankGroup.owner_epoch`), 0 =
+        owner_epoch: for a new epoch: the highest epoch that owns a rank's memory (`RankGroup.owner_epoch`), 0 =
             none or unknown. The new life gets a higher epoch, even if the service and its store have lost the current
             one.
-        life_nonce: with an epoch, required: nonce of the stream that began this engine life. The nonce identifies the
+        life_nonce: with an epoch, required: nonce of the stream that began this epoch. The nonce identifies the
             life, since two services that do not know of each other may give two lives the same epoch. In a mirror: a
             number that the engine draws once.
         mirror: set if the engine decides in its own process and the service applies the same steps after it.
@@ -134,11 +134,11 @@ class Opened:
         next_part: number of parts of step seq + 1 that were applied.
         max_steps_in_flight: most steps without an answer; a limit of the service.
         max_rows: most rows of a part; a limit of the service.
-        lease_ms: the session lapses if no message arrives for this number of milliseconds.
+        lease_ms: the session expires if no message arrives for this number of milliseconds.
         spec: settings of the replica.
         free_blocks: number of free blocks, exact.
         kept_keys: number of keys of the prefix cache that are valid in this epoch.
-        busy_blocks: blocks that loads (transfers into pages from outside) of earlier engine lives may still write,
+        busy_blocks: blocks that loads (transfers into pages from outside) of earlier epochs may still write,
             ascending. The service does not allocate a block of these until `Cache.loads_over` lists it.
         mirror_window: in a mirror, most messages without an answer.
         image_wanted: in a mirror, the service needs an image before steps.

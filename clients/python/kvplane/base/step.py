@@ -126,7 +126,7 @@ class Step:
     """One scheduler iteration of an engine, or some parts of an iteration.
 
     Attributes:
-        epoch: epoch of the engine life that sends the step.
+        epoch: epoch that sends the step.
         seq: step number; the first step is 1, the step after this one is seq + 1.
         parts: the parts, in order; `part` is the number of parts[0] within the step.
         last: whether these are the last parts of the step.

@@ -42,7 +42,7 @@ class Session(SessionView):
 
     - retry: `receive` returns the answer once there is one; - call `begin_new_life` and `receive`: these steps are
     granted nothing, and the session sends all requests to the service again; - launch with the blocks that earlier
-    answers granted: see `Rank.invalidate`. After such a launch the session must begin a new engine life (epoch).
+    answers granted: see `Rank.invalidate`. After such a launch the session must begin a new epoch.
 
     StaleEpoch, OtherWriter, NotFound and SequenceError end the session; every later call raises the same error.
 
@@ -178,7 +178,7 @@ class Session(SessionView):
             self._turn.put(None)
 
     def begin_new_life(self) -> None:
-        """End this engine life (the time of one epoch) and ignore the answers that are still missing. The next call
+        """End this epoch and ignore the answers that are still missing. The next call
         begins a new life, as after a restart of the service.
 
         Raises FailedPrecondition if the session has no `revive`.

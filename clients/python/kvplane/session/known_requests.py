@@ -104,7 +104,7 @@ class KnownRequests:
         return copy
 
     def revival(self, epoch: int, hash_block_size: int) -> Revival:
-        """Return the requests for a restarted service, to begin an engine life with a higher epoch than `epoch`.
+        """Return the requests for a restarted service, to begin an epoch above this one.
 
         Raises:
             ServiceRestarted: the recorded steps are not sufficient, for instance after an external load.

@@ -7,7 +7,7 @@ outcomes. It does not wait and has no clock, thread or loop, so that a test can 
      ▲ ▲            │ broken, timed out, interrupted: the next call or heartbeat reopens, and resends unanswered steps
      │ └────────────┘
      └─ new life: the service restarted or drains, or the engine requests it: the next call asks the engine for its
-        requests (`Revive`), opens a new engine life and sends them; steps in flight are answered with "nothing granted"
+        requests (`Revive`), opens a new epoch and sends them; steps in flight are answered with "nothing granted"
 
     ended: closed, aborted, or refused permanently; every call raises the reason
 """
@@ -126,9 +126,9 @@ class SessionMachine:
         self.resume_refused: KvplaneError | None = None
         self.waiting_requests: int | None = None
         self._is_up = False
-        self.life_nonce = 0  # nonce of the stream that began this engine life
+        self.life_nonce = 0  # nonce of the stream that began this epoch
         self._broken_by: KvplaneError = Unavailable("no stream is open")
-        self._is_new_life = False  # the next call begins a new engine life
+        self._is_new_life = False  # the next call begins a new epoch
         self._is_silent = False  # a deadline passed, and no stream was opened since: each call tries once
         self._refusal: KvplaneError | None = None  # of the oldest step, until those of the steps behind it are received
 
@@ -154,7 +154,7 @@ class SessionMachine:
             self.ended = reason
 
     def begin_new_life(self) -> None:
-        """End the current engine life (the time of one epoch), so that the next call begins a new engine life.
+        """End the current epoch, so that the next call begins a new epoch.
 
         Raises FailedPrecondition if the session has no `revive`.
         """
@@ -166,7 +166,7 @@ class SessionMachine:
         self._leave("the engine begins a new life")
 
     def open(self) -> Doing[None]:
-        """Open the session and begin an engine life (epoch). Each attempt has a new nonce, since the service may have
+        """Open the session and begin an epoch. Each attempt has a new nonce, since the service may have
         received the previous attempt's nonce.
         """
         attempts, request = Attempts(self._opening, self._clock), self._request
@@ -343,7 +343,7 @@ class SessionMachine:
         raise refusal
 
     def _resume(self, attempts: Attempts) -> Doing[None]:
-        """Open a stream again, in this engine life (epoch) or in a new one. Raises Unavailable when
+        """Open a stream again, in this epoch or in a new one. Raises Unavailable when
         no attempt is left.
         """
         while True:
@@ -369,7 +369,7 @@ class SessionMachine:
                 return
 
     def _reopen(self) -> Doing[None]:
-        """Continue this engine life (epoch): open a stream and send the unanswered steps again."""
+        """Continue this epoch: open a stream and send the unanswered steps again."""
         begun = replace(self._request, stamp_table=(), busy_blocks=(), owner_epoch=0)  # only a new life sends these
         request = replace(begun, epoch=self.state.epoch, nonce=self._nonces(), life_nonce=self.life_nonce)
         try:
@@ -385,14 +385,14 @@ class SessionMachine:
         self._is_up = True
 
     def _begin_again_from(self, known: KnownRequests) -> Doing[None]:
-        """Begin a new engine life (epoch) with the requests that this session has recorded."""
+        """Begin a new epoch with the requests that this session has recorded."""
         known = known.after(self.state.unanswered())
         yield from self._begin_again(known.revival(self.state.epoch, self.state.spec.hash_block_size))
         known.running.clear()  # the synthesized answers preempt them
         self._known = known
 
     def _begin_again(self, revival: Revival) -> Doing[None]:
-        """Begin a new engine life (epoch) and send the engine's requests. After a failure, the next attempt sends all
+        """Begin a new epoch and send the engine's requests. After a failure, the next attempt sends all
         requests again.
         """
         request = revival.open_request(self._request, self._nonces(), self.state.still_busy())

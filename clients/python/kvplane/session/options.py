@@ -20,8 +20,8 @@ class SessionOptions(TypedDict, total=False):
     """The options of `Client.session`.
 
     Attributes:
-        epoch: epoch of the engine life to continue; NEW_EPOCH, the default, begins a new engine life.
-        life_nonce: with an epoch, required: `life_nonce` of the session that began this engine life or continued it.
+        epoch: epoch to continue; NEW_EPOCH, the default, begins a new epoch.
+        life_nonce: with an epoch, required: `life_nonce` of the session that began this epoch or continued it.
         with_events: whether answers contain cache events.
         stamp_table, incarnation, disk_incarnation, owner_epoch: see OpenRequest; not together with a `revive`, whose
             Revival has them.
@@ -100,8 +100,8 @@ def revival_of(
     """Return the function or the record from which the session gets what it sends to a restarted service; None if a
     restart ends the session.
 
-    Requests are recorded only by a session that begins a new engine life (epoch): a session that continues an engine
-    life has not seen the earlier steps.
+    Requests are recorded only by a session that begins a new epoch: a session that continues one has
+    not seen the earlier steps.
     """
     if revive is not None or options.get("epoch", NEW_EPOCH) != NEW_EPOCH or not options.get("remember", True):
         return revive

@@ -39,7 +39,7 @@ class Revival:
         busy_blocks: blocks that loads (transfers into pages from outside) in progress may still write, including loads
             of requests with `Resume.loading` 1. The session adds the blocks of its own `busy_blocks` that no
             step listed in `Cache.loads_over`.
-        owner_epoch: the highest epoch that owns a rank's memory, 0 = none or unknown; the new engine life gets a higher
+        owner_epoch: the highest epoch that owns a rank's memory, 0 = none or unknown; the new epoch gets a higher
             epoch.
         disk_incarnation: identifies what the disk tiers hold (`RankGroup.disk_incarnation`), 0 = unknown.
         resume: the blocks of running requests that continue, and those of transfers; None: all running requests are
@@ -62,7 +62,7 @@ class Revival:
 
     def open_request(self, first: OpenRequest, nonce: int, busy: Iterable[int] = ()) -> OpenRequest:
         """Return the message that reopens the session. `busy` are blocks that loads (transfers into pages) of earlier
-        engine lives may still write.
+        epochs may still write.
         """
         return replace(
             first,
@@ -76,7 +76,7 @@ class Revival:
         )
 
     def first_steps(self, opened: Opened, lost: Iterable[Step]) -> list[Step]:
-        """Return the first steps of the new engine life (epoch): the evictions of the unanswered (`lost`) steps, then
+        """Return the first steps of the new epoch: the evictions of the unanswered (`lost`) steps, then
         the requests.
         """
         cache = Cache()
@@ -127,7 +127,7 @@ class Revival:
     def answers(self, lost: Sequence[Step], results: Sequence[StepResult]) -> list[StepResult]:
         """Return the answers of the unanswered (`lost`) steps, in which nothing was granted.
 
-        The first answer lists the preempted requests, and has the orders of all steps that began the new engine life
+        The first answer lists the preempted requests, and has the orders of all steps that began the new epoch
         (`results`).
         """
         free_blocks = results[-1].parts[-1].free_blocks
@@ -198,7 +198,7 @@ class StepNumbering:
         return seq - self._ahead if seq >= self._cut[0] else 0
 
     def _done(self, seq: int) -> int:
-        """Return the value of `executed_through` in the service's step numbers. The first steps of an engine life
+        """Return the value of `executed_through` in the service's step numbers. The first steps of an epoch
         launch nothing and count as executed.
         """
         return max(seq, self._cut[0] - 1) - self._ahead

@@ -36,12 +36,12 @@ class SessionView:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the engine life to which new steps belong."""
+        """The epoch to which new steps belong."""
         return self._machine.state.epoch
 
     @property
     def life_nonce(self) -> int:
-        """The nonce of the stream that began this engine life. Another session needs it, with the epoch, to continue
+        """The nonce of the stream that began this epoch. Another session needs it, with the epoch, to continue
         the life.
         """
         return self._machine.life_nonce
@@ -68,12 +68,12 @@ class SessionView:
 
     @property
     def kept_keys(self) -> int:
-        """The number of prefix cache keys that stayed valid at the start of this engine life (epoch)."""
+        """The number of prefix cache keys that stayed valid at the start of this epoch."""
         return self._machine.state.kept_keys
 
     @property
     def busy_blocks(self) -> tuple[int, ...]:
-        """Blocks that loads (transfers into pages from outside) of earlier engine lives may still write. The service
+        """Blocks that loads (transfers into pages from outside) of earlier epochs may still write. The service
         does not allocate such a block until `Cache.loads_over` of a step lists it.
 
         List a block in `Cache.loads_over` when its transfers have ended. List all these blocks when every rank has
