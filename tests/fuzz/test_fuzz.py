@@ -155,5 +155,5 @@ def fuzz(folder: Path, *arguments: str) -> int:
 
 
 def test_a_short_fuzzing_run_finds_nothing(tmp_path):
-    pytest.importorskip("atheris", reason="atheris 3 is not installed, see make fuzz in CONTRIBUTING.md")
+    pytest.importorskip("atheris", reason="atheris 3 is not installed, see make fuzz in tests/README.md")
     assert fuzz(tmp_path, str(SECONDS)) > len(SEEDS)

@@ -46,7 +46,7 @@ def test_earlier_findings_stay_fixed():
 
 
 def test_a_short_fuzzing_run_finds_nothing(tmp_path):
-    pytest.importorskip("atheris", reason="atheris 3 is not installed, see make fuzz in CONTRIBUTING.md")
+    pytest.importorskip("atheris", reason="atheris 3 is not installed, see make fuzz in tests/README.md")
     assert fuzz(tmp_path, "2", "--steps") > len(SEEDS)
 
 
