@@ -292,6 +292,6 @@ def _tiers_of(movers: Movers | None) -> list[pb.WorkerTier]:
     """Return the messages of a worker's tiers. Not in `wire`, which engines import: tiers need packages of a worker."""
     tiers = enumerate(movers.tiers if movers is not None else ())
     return [
-        client_wire.encode_tier_use(pb.WorkerTier, use_of(one), f"tiers[{number}]", num_blocks=one.spec.num_blocks)
+        client_wire.encode_same(use_of(one), pb.WorkerTier, f"tiers[{number}]", num_blocks=one.spec.num_blocks)
         for number, one in tiers
     ]

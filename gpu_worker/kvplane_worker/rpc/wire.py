@@ -9,7 +9,7 @@ from kvplane.base.errors import InvalidArgument
 from kvplane.base.rank_plan import RankPlan
 from kvplane.v1 import worker_pb2 as pb
 from kvplane.wire.columns import U32, pack, unpack
-from kvplane.wire.spec import decode_enum
+from kvplane.wire.same import decode_enum
 from kvplane_worker.lending.holdings import Handles, Holdings
 from kvplane_worker.memory import MemoryHandle, MemoryKind
 from kvplane_worker.transfers import Outcome, Transfer, TransferKind
@@ -82,7 +82,7 @@ def decode_transfer(message: pb.TransferRequest) -> Transfer:
     """Return the transfer of a message. Raises InvalidArgument if its kind is missing or unknown."""
     if not message.kind:
         raise InvalidArgument("the transfer has no kind", field="kind", remedy="send a value of the enum TransferKind")
-    kind = decode_enum(pb.TransferKind, "TRANSFER_KIND", message.kind, "kind", TransferKind.COPY)
+    kind = decode_enum(pb.TransferKind, message.kind, "kind", TransferKind.COPY)
     return Transfer(
         kind,
         message.group,

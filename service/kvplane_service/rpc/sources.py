@@ -23,7 +23,7 @@ from kvplane.base.groups import (
 from kvplane.base.layers import KVSharingLayer, Layer, MambaSpec
 from kvplane.base.rank_plan import RankPlan
 from kvplane.v1 import allocation_pb2, replica_pb2
-from kvplane.wire.spec import decode_enum
+from kvplane.wire.same import decode_enum
 from kvplane_plan.models.catalogue import model_named
 from kvplane_plan.models.config_fields import MAX_LAYERS
 from kvplane_plan.models.hf_config import parse_model
@@ -116,7 +116,7 @@ def _model_of_config(source: replica_pb2.ModelSource) -> Model:
 
 def _drafter(source: _Source) -> Drafter:
     names = replica_pb2.Drafter
-    return decode_enum(names, "DRAFTER", source.drafter, "drafter", Drafter.NONE)
+    return decode_enum(names, source.drafter, "drafter", Drafter.NONE)
 
 
 def _plan_layers(source: replica_pb2.LayerSource) -> Planned:
@@ -171,7 +171,7 @@ def _plan_options(source: _Source, **special: Any) -> PlanOptions:  # noqa: ANN4
         num_blocks=source.num_blocks,
         prefix_caching=not source.disable_caching,
         retention_interval=source.retention_interval,
-        planner=decode_enum(replica_pb2.Planner, "PLANNER", source.planner, "planner", Planner.REFERENCE),
+        planner=decode_enum(replica_pb2.Planner, source.planner, "planner", Planner.REFERENCE),
         **_given(source, "max_model_len", "max_batched_tokens", "max_concurrent_batches", "prefix_match_unit"),
         **special,
     )
@@ -200,7 +200,7 @@ def _planned(source: _Source, stages: Iterable[Iterable[_AnyLayer]], options: Pl
         retention_interval=source.retention_interval,
         partial_hits=plan.partial_hits,
         watermark_blocks=int(source.watermark * plan.num_blocks),
-        commit=decode_enum(replica_pb2.CommitRule, "COMMIT_RULE", source.commit, "commit", CommitRule.SAFE),
+        commit=decode_enum(replica_pb2.CommitRule, source.commit, "commit", CommitRule.SAFE),
         align=_align(plan),
         eviction=wire.decode_policy(source),
         tiers=wire.decode_tiers(source.tiers),
@@ -214,7 +214,7 @@ def _planned(source: _Source, stages: Iterable[Iterable[_AnyLayer]], options: Pl
 
 def _hash_algorithm(source: _Source) -> HashAlgorithm:
     names = replica_pb2.HashAlgorithm
-    return decode_enum(names, "HASH_ALGORITHM", source.hash_algorithm, "hash_algorithm", HashAlgorithm.KVPLANE)
+    return decode_enum(names, source.hash_algorithm, "hash_algorithm", HashAlgorithm.KVPLANE)
 
 
 def _align(plan: CachePlan) -> AlignSpec:

@@ -17,6 +17,7 @@ from kvplane.wire.result import (
     encode_orders,
     encode_result,
 )
+from kvplane.wire.same import encode_same
 from kvplane.wire.session import (
     decode_open,
     decode_opened,
@@ -43,7 +44,6 @@ from kvplane.wire.worker import (
     decode_worker,
     encode_assignment,
     encode_renewal,
-    encode_tier_use,
     encode_worker,
 )
 
@@ -83,11 +83,11 @@ __all__ = [
     "encode_plan",
     "encode_renewal",
     "encode_result",
+    "encode_same",
     "encode_source",
     "encode_spec",
     "encode_step",
     "encode_step_error",
-    "encode_tier_use",
     "encode_worker",
     "split_stamps",
 ]

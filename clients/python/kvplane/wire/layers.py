@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import GroupKind, MambaMode
@@ -11,31 +11,13 @@ from kvplane.base.layer_spec import LayerSpec
 from kvplane.base.layers import HiddenStateSpec, KVSharingLayer, Layer, MLASpec
 from kvplane.v1 import replica_pb2 as pb
 from kvplane.wire.columns import build
-from kvplane.wire.spec import decode_enum, encode_enum
+from kvplane.wire.same import decode_enum, encode_enum
 
 AnyLayer: TypeAlias = Layer | KVSharingLayer
 
-_SAME = (
-    "block_size",
-    "num_kv_heads",
-    "head_size",
-    "head_size_v",
-    "dtype",
-    "window",
-    "chunk",
-    "speculative_blocks",
-    "sink_tokens",
-    "block_stride_alignment",
-    "state_bytes",
-    "tokens_per_state",
-    "page_alignment",
-    "state_format",
-    "max_tp_shards",
-    "computes_window",
-    "computes_chunk",
-    "extra_retained_tokens",
-    "checkpoint_alignment",
-)
+# Fields of the message that no field of our formats has, or has in another form.
+_OTHERS = {"kind", "states", "mamba_mode", "is_draft", "page_size_padded", "dcp_sharded", "hidden_state"}
+_SAME = [name for name in pb.LayerFormat.DESCRIPTOR.fields_by_name if name not in _OTHERS]
 # Fields of our formats that have another name in the message.
 _NAMES = {
     "padded_page_bytes": "page_size_padded",
@@ -82,13 +64,13 @@ def decode_layer(message: pb.Layer, where: str) -> AnyLayer:
 def _encode_format(spec: LayerSpec, where: str) -> pb.LayerFormat:
     given = spec_to_dict(spec)
     message = {name: given[name] for name in _SAME if name in given}
-    message["kind"] = encode_enum(pb.GroupKind, "GROUP_KIND", spec.kind)
+    message["kind"] = encode_enum(pb.GroupKind, spec.kind)
     message["hidden_state"] = isinstance(spec, HiddenStateSpec)
     message["page_size_padded"] = spec.padded_page_bytes
     if "dcp_sharded" in given:
         message["dcp_sharded"] = spec.dcp_sharded
     if "mode" in given:
-        message["mamba_mode"] = encode_enum(pb.MambaMode, "MAMBA_MODE", MambaMode(given["mode"]))
+        message["mamba_mode"] = encode_enum(pb.MambaMode, MambaMode(given["mode"]))
     if "shapes" in given:
         pairs = zip(given["shapes"], given["dtypes"], strict=True)
         message["states"] = [pb.StateTensor(shape=shape, dtype=dtype) for shape, dtype in pairs]
@@ -107,16 +89,13 @@ def _decode_format(message: pb.LayerFormat, where: str) -> dict[str, object]:
         data["shapes"] = [list(state.shape) for state in message.states]
         data["dtypes"] = [state.dtype for state in message.states]
     if message.mamba_mode:
-        names: Any = pb.MambaMode
-        mode = decode_enum(names, "MAMBA_MODE", message.mamba_mode, f"{where}.mamba_mode", MambaMode.NONE)
-        data["mode"] = mode.value
+        data["mode"] = decode_enum(pb.MambaMode, message.mamba_mode, f"{where}.mamba_mode", MambaMode.NONE).value
     return data
 
 
 def _decode_type(message: pb.LayerFormat, where: str) -> str:
     """Return the name of the layer format's type; "" if the message has none."""
-    names: Any = pb.GroupKind
-    kind = decode_enum(names, "GROUP_KIND", message.kind, f"{where}.kind", GroupKind.FULL_ATTENTION)
+    kind = decode_enum(pb.GroupKind, message.kind, f"{where}.kind", GroupKind.FULL_ATTENTION)
     if not message.hidden_state:
         return kind.value if message.kind else ""
     if kind is not MLASpec.kind:

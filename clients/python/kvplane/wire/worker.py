@@ -2,63 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import TypeVar
-
-from google.protobuf.message import Message
-
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.worker import Assignment, PeerArena, Renewal, TierUse, WorkerInfo, WorkerState
+from kvplane.base.worker import Assignment, PeerArena, Renewal, WorkerInfo
 from kvplane.v1 import plan_pb2 as pb
-from kvplane.v1.replica_pb2 import TierKind as TierKindMessage
-from kvplane.wire.columns import build
 from kvplane.wire.plan import decode_plan, encode_plan
-from kvplane.wire.spec import decode_enum, decode_tier_kind, decode_tiers, encode_enum, encode_tiers
-
-_M = TypeVar("_M", bound=Message)
-_OF_TIER = tuple(one.name for one in fields(TierUse) if one.name != "kind")
-_SAME = (
-    "rank",
-    "worker_id",
-    "address",
-    "pid",
-    "device",
-    "incarnation",
-    "owner_epoch",
-    "plan_digest",
-    "host_incarnation",
-    "nixl_arena",
-    "nixl_peers",
-)
+from kvplane.wire.same import decode_same, encode_same
+from kvplane.wire.spec import decode_tiers, encode_tiers
 
 
 def encode_worker(worker: WorkerInfo) -> pb.WorkerInfo:
     """Return the message of a worker."""
-    values = {name: getattr(worker, name) for name in _SAME}
-    values["state"] = encode_enum(pb.WorkerState, "WORKER_STATE", worker.state)
-    values["tiers"] = [encode_tier_use(pb.TierUse, use, f"worker.tiers[{at}]") for at, use in enumerate(worker.tiers)]
-    values["mapped"] = list(worker.mapped)
-    return build(pb.WorkerInfo, "worker", values)
-
-
-def encode_tier_use(kind: type[_M], use: TierUse, where: str, **more: object) -> _M:
-    """Return the message of one tier: a TierUse, or a WorkerTier of worker.proto with its other fields."""
-    values = {name: getattr(use, name) for name in _OF_TIER}
-    return build(kind, where, {"kind": encode_enum(TierKindMessage, "TIER_KIND", use.kind), **values, **more})
-
-
-def _decode_tier_use(message: pb.TierUse, where: str) -> TierUse:
-    return TierUse(decode_tier_kind(message.kind, where), **{name: getattr(message, name) for name in _OF_TIER})
+    return encode_same(worker, pb.WorkerInfo, "worker", "worker.")
 
 
 def decode_worker(message: pb.WorkerInfo) -> WorkerInfo:
     """Return the worker of a message. Raises InvalidArgument for a value that is out of range; the error's field names
     the value.
     """
-    state = decode_enum(pb.WorkerState, "WORKER_STATE", message.state, "worker.state", WorkerState.STARTING)
-    tiers = tuple(_decode_tier_use(one, f"worker.tiers[{at}]") for at, one in enumerate(message.tiers))
-    same = {name: getattr(message, name) for name in _SAME}
-    worker = WorkerInfo(state=state, tiers=tiers, mapped=tuple(message.mapped), **same)
+    worker = decode_same(WorkerInfo, message, "worker.")
     worker.validate()
     return worker
 
