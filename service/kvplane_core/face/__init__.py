@@ -1,6 +1,7 @@
 """What the product uses of the allocator, whichever core decides.
 
 interface   `ReplicaCore`: what a core can do, with views that only read
+common      what both cores do alike
 loader      makes a core: the compiled one where it is installed, else the specification
 native      the Python side of the compiled core
 state       the image of a replica; `inspect` and `counters` read it

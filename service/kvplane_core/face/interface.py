@@ -6,10 +6,10 @@ own structures.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self, TypeAlias
 
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.hashing import PackedHashes
@@ -23,6 +23,11 @@ INSIDE = 1 << 62  # look-up horizon of the replica's own requests, which see ten
 
 
 MAX_SLOTS = 1 << 14
+
+# Of a block: its stamp, the step that registered its keys, and the keys, the primary one first: ((pair, digest),
+# tokens), where a pair stands for a domain and a group. Of a slot of a tier its version, 0, and its key with 0 tokens.
+# Behind these, references.
+KeyRow: TypeAlias = tuple[int, int, list[tuple[tuple[Any, bytes], int]], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +309,10 @@ class ReplicaCore(Protocol):
     def key_step(self, domain: str, group: int, digest: bytes) -> int | None: ...
     def entries(self, blocks: Iterable[int] | None = None) -> Entries: ...
     def stored_events(self) -> Iterator[tuple[int, CacheEvent]]: ...
+    def key_rows(self, blocks: Sequence[int]) -> Iterable[KeyRow]: ...
+    def pair_names(self) -> Callable[[Any], tuple[str, int]]: ...
+    def free_order(self) -> list[int]: ...
+    def first_blocks(self, domain: str, groups: Sequence[int], digest: bytes, horizon: int) -> list[int] | None: ...
     def count_keys(self) -> int: ...
     def group_totals(self) -> list[GroupTotals]: ...
     def group_counters(self) -> list[GroupCounters]: ...

@@ -6,10 +6,10 @@ apply(step):  validate -> executed_through -> for each part:
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
 from kvplane.base.groups import CommitRule, ReplicaSpec
-from kvplane.base.hashing import HashScheme, PackedHashes
+from kvplane.base.hashing import HashScheme
 from kvplane.base.step import (
     UNLIMITED,
     AdmitStatus,
@@ -23,10 +23,11 @@ from kvplane.base.step import (
     StepResult,
 )
 from kvplane_core.face.cache_events import CacheEvents
-from kvplane_core.face.contents import Content, hash_alone, hash_news
+from kvplane_core.face.common import CommonCore
+from kvplane_core.face.contents import Content, hash_news
 from kvplane_core.face.counters import Counters, GroupCounters, GroupTotals, Residency
 from kvplane_core.face.entries import Entries
-from kvplane_core.face.interface import INSIDE, BlockCounts, Hit
+from kvplane_core.face.interface import INSIDE, BlockCounts, Hit, KeyRow
 from kvplane_core.face.keys import NULL_BLOCK
 from kvplane_core.face.recovery import PoolShape, RecoveredState, RecoveryOutcome, verify_entries
 from kvplane_core.face.setup import check_spec
@@ -36,7 +37,6 @@ from kvplane_core.spec.facts import FactApplier, report_hashes
 from kvplane_core.spec.group_counts import count_by_cell, count_by_group, count_common_blocks
 from kvplane_core.spec.in_flight import InFlightTracker
 from kvplane_core.spec.invariants import check_in_slices
-from kvplane_core.spec.published import collect, every_id, stored_events
 from kvplane_core.spec.requests import Requests
 from kvplane_core.spec.resume import Resumption
 from kvplane_core.spec.retaining import retain
@@ -51,7 +51,7 @@ from kvplane_core.spec.validate import StepValidator
 UNIT_NS = 2_000  # to allocate and register a block, of requests of 40 blocks and more, rounded up
 
 
-class Replica:
+class Replica(CommonCore):
     """The block pool and the requests of one engine instance.
 
     Deterministic: the same spec and the same operations give the same results and the same digest. `apply` raises
@@ -98,28 +98,6 @@ class Replica:
         """Apply a step as `apply` does, on a thread. The compiled core lets other threads run meanwhile."""
         return self.apply(step)
 
-    def begin_epoch(
-        self, epoch: int, stamp_table: Sequence[int] = (), busy: Iterable[int] = (), memory_is_new: bool = False
-    ) -> int:
-        """Begin a new engine life (the time of one epoch): free all requests, and keep keys whose content is still in
-        memory.
-
-        Blocks that a load of the ended life may still write are held until a step names them in `Cache.loads_over`.
-
-        Args:
-            epoch: number of the new life, above the current one.
-            stamp_table: stamps (version numbers of contents) of the page memory, one per block, then the versions of
-                the slots of tiers. A key is kept if the stamp of its block is that of the pool, and the step that
-                registered the key was executed. Empty: no key is kept.
-            busy: further blocks that a load of an earlier life may still write, as movers and the engine report.
-            memory_is_new: the pages were allocated again, so no load of an earlier life writes to them.
-
-        Returns:
-            Number of keys kept. `take_events` returns the REMOVED events of all other keys.
-        """
-        list(self.end_epoch(stamp_table))
-        return self.enter_epoch(epoch, stamp_table, busy, memory_is_new)
-
     def end_epoch(self, stamp_table: Sequence[int] = ()) -> Generator[None]:
         """Do the first part of `begin_epoch`: release all requests, and verify or drop all keys; yields in between.
 
@@ -163,22 +141,6 @@ class Replica:
         self.seq = 0
         self._shown = stamp_table[: self.spec.num_blocks]  # a copy: the caller may reuse its array
         return self._pool.count_keys()
-
-    def recover(
-        self, epoch: int, tables: Sequence[Sequence[int]], stored: Iterable[Entries], busy: Iterable[int] = ()
-    ) -> RecoveryOutcome:
-        """Begin the first engine life (time of one epoch) of this object, on page memory that an earlier `Replica`
-        managed.
-
-        Args:
-            epoch: a number above every epoch in which stamps were issued for this memory.
-            tables: for each rank, the stamps (version numbers of contents) in its memory, one per block.
-            stored: what a store has of the results of `entries`, in any order.
-            busy: as in `begin_epoch`.
-        """
-        outcome = self.install_recovered(self.verify_entries(tables, stored))
-        self.enter_epoch(epoch, tables[0] if len(tables) == 1 else (), busy)
-        return outcome
 
     def verify_entries(self, tables: Sequence[Sequence[int]], stored: Iterable[Entries]) -> RecoveredState:
         """Do the first part of `recover`, on any thread: select the stored entries whose content memory still has."""
@@ -241,10 +203,6 @@ class Replica:
         """
         return encode(self, with_statistics, hashed)
 
-    def stored_events(self) -> Iterator[tuple[int, CacheEvent]]:
-        """Yield STORED events of all keys, each with the step in flight that registered the keys, 0 if published."""
-        return stored_events(self._pool, [manager.block_size for manager in self.coordinator.managers])
-
     # -- reads -------------------------------------------------------------------------------------------------------
 
     def lookup(self, digests: Sequence[bytes], domain: str, num_tokens: int) -> Hit:
@@ -253,12 +211,6 @@ class Replica:
         `num_tokens`: tokens of the prompt; its last token is never part of a hit. Changes nothing.
         """
         return self.coordinator.lookup.find(digests, domain, num_tokens - 1, self._horizon)
-
-    def cached_columns(self, digests: Sequence[bytes], domain: str) -> list[bytes]:
-        """Return, by group, a byte for each hash block: 1 where `lookup` would find its key. Changes nothing."""
-        find, horizon = self._pool.find, self._horizon
-        groups = range(len(self.spec.groups))
-        return [bytes(find(domain, (one,), digest, horizon) is not None for digest in digests) for one in groups]
 
     @property
     def _horizon(self) -> int:
@@ -273,13 +225,6 @@ class Replica:
         found = self._pool.find(domain, (group,), digest, INSIDE)
         return None if found is None else self._pool.key_step[found[0]]
 
-    def digests_of(self, content: News) -> PackedHashes:
-        """Return the block hashes of a `News` with one row, computed from its tokens, or its hashes. Raises
-        InvalidArgument.
-        """
-        self.check_alone(Part(news=content))
-        return hash_alone(self._scheme, content)
-
     def check_alone(self, part: Part) -> None:
         """Raise InvalidArgument if a replica with this spec and no requests could not apply the part."""
         check_alone(self.spec, part)
@@ -288,13 +233,30 @@ class Replica:
         """Return the hit that an admission of this request would find now. Changes nothing."""
         return self.coordinator.find_hit(slot)
 
-    def entries(self, blocks: Iterable[int] | None = None) -> Entries:
-        """Return the published keys (those that other clients may see) of these blocks.
+    def key_rows(self, blocks: Iterable[int]) -> Iterator[KeyRow]:
+        """Return what each of these blocks, or slots of tiers, has; see `KeyRow`."""
+        pool, tiers = self._pool, self.tiers
+        for block in blocks:
+            if block < pool.num_blocks:
+                primary, more = pool.key[block], pool.more_keys.get(block, {})
+                keys = [] if primary is None else [(primary, pool.key_tokens[block]), *more.items()]
+                stamp, step = pool.stamp[block], pool.key_step[block]
+            else:
+                key, stamp = tiers.held(block)
+                keys, step = [] if key is None else [(key, 0)], 0
+            yield stamp, step, [((key[:2], key[2]), tokens) for key, tokens in keys], 0
 
-        By default of all blocks: first the free blocks in eviction order, then the others, then the slots of tiers.
-        """
-        ids = every_id(self._pool, self.tiers, blocks)
-        return collect(self._pool, self.tiers, self._scheme.digest.size, ids)
+    def pair_names(self) -> Callable[[tuple[str, int]], tuple[str, int]]:
+        """Return a function that returns domain and group of a pair of `key_rows`, which are the pair here."""
+        return lambda pair: pair
+
+    def free_order(self) -> list[int]:
+        """Return the free blocks in the order of eviction."""
+        return [*self._pool.free, *self._pool.retained]
+
+    def first_blocks(self, domain: str, groups: Sequence[int], digest: bytes, horizon: int) -> list[int] | None:
+        """Return the first block of each group with this digest, see `BlockPool.find`."""
+        return self._pool.find(domain, groups, digest, horizon)
 
     def count_keys(self) -> int:
         """Count the distinct keys of the prefix cache."""

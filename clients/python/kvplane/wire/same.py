@@ -49,7 +49,7 @@ def encode_same(value: object, kind: type[_M], where: str, inside: str = "", **o
 
     `others`: fields of the message that are not as the value has them.
     """
-    for one in _fields(type(value), cast(Any, kind)):
+    for one in _fields(cast(Any, type(value)), cast(Any, kind)):
         if one.name not in others:
             others[one.name] = _encode(getattr(value, one.name), one, inside + one.name)
     return build(kind, where, others)
@@ -84,7 +84,8 @@ def _decode(message: Message, one: _Field, where: str) -> object:
         if not value and one.default is MISSING:
             remedy = f"use a value of the enum {one.numbers.DESCRIPTOR.name}"
             raise InvalidArgument(f"the {one.name} is missing", field=where, remedy=remedy)
-        return decode_enum(one.numbers, value, where, one.default if one.default in one.kind else next(iter(one.kind)))
+        default = one.default if isinstance(one.default, one.kind) else next(iter(one.kind))
+        return decode_enum(one.numbers, value, where, default)
     if one.is_many:
         if one.message is None:
             return tuple(value)

@@ -7,9 +7,9 @@ the entry of the C++ files, each of which is named as the Python file that it fo
 from __future__ import annotations
 
 from array import array
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from kvplane.base.groups import NULL_BLOCK, CommitRule, ReplicaSpec
@@ -24,7 +24,7 @@ from kvplane.base.step import (
 from kvplane_core.cpp import _native
 from kvplane_core.face.cache_events import CacheEvents
 from kvplane_core.face.columns import SLICE_BLOCKS
-from kvplane_core.face.contents import hash_alone
+from kvplane_core.face.common import CommonCore
 from kvplane_core.face.counters import Counters, GroupCounters, GroupTotals, Residency
 from kvplane_core.face.entries import Entries
 from kvplane_core.face.interface import (
@@ -33,12 +33,12 @@ from kvplane_core.face.interface import (
     BlockCounts,
     BrokenInvariant,
     Hit,
+    KeyRow,
     ReadStep,
     ReplicaCore,
 )
 from kvplane_core.face.native.hashers import Hashers
 from kvplane_core.face.native.open_step import NativeOpenStep, hit_of
-from kvplane_core.face.native.published import events_of_keys, published
 from kvplane_core.face.native.reads import Read
 from kvplane_core.face.native.row_views import NativeCoordinator, NativeTracker
 from kvplane_core.face.native.settings import of_group, of_hashes, of_tiers, settings
@@ -61,7 +61,7 @@ class PreparedState(RecoveredState):
     pool: object
 
 
-class NativeReplica:
+class NativeReplica(CommonCore):
     """A replica whose steps are applied by the compiled core.
 
     Attributes:
@@ -167,14 +167,6 @@ class NativeReplica:
 
     # -- engine lives ------------------------------------------------------------------------------------------------
 
-    def begin_epoch(
-        self, epoch: int, stamp_table: Sequence[int] = (), busy: Iterable[int] = (), memory_is_new: bool = False
-    ) -> int:
-        """Begin a new engine life, see `Replica.begin_epoch`."""
-        for _ in self.end_epoch(stamp_table):
-            pass
-        return self.enter_epoch(epoch, stamp_table, busy, memory_is_new)
-
     def end_epoch(self, stamp_table: Sequence[int] = ()) -> Generator[None]:
         """Do the long part of `begin_epoch`, in slices, see `Replica.end_epoch`."""
         walk = _native.read(self.core, "end_epoch", stamps_of(stamp_table), SLICE_BLOCKS)
@@ -190,14 +182,6 @@ class NativeReplica:
         _native.change(self.core, "enter_epoch", epoch, list(busy), memory_is_new, shown)
         self._shown = shown[: self.spec.num_blocks]
         return self.count_keys()
-
-    def recover(
-        self, epoch: int, tables: Sequence[Sequence[int]], stored: Iterable[Entries], busy: Iterable[int] = ()
-    ) -> RecoveryOutcome:
-        """Begin the first engine life of this object, see `Replica.recover`."""
-        outcome = self.install_recovered(self.verify_entries(tables, stored))
-        self.enter_epoch(epoch, tables[0] if len(tables) == 1 else (), busy)
-        return outcome
 
     def verify_entries(self, tables: Sequence[Sequence[int]], stored: Iterable[Entries]) -> RecoveredState:
         """Select the stored entries that the page memory proves, and build the pool that has them, see
@@ -304,17 +288,6 @@ class NativeReplica:
         """Return the hit that an admission of this request would find now, see `Replica.peek_slot`."""
         return hit_of(self.core, slot)
 
-    def cached_columns(self, digests: Sequence[bytes], domain: str) -> list[bytes]:
-        """Return, by group, where the cache has the keys of these hash blocks, see `Replica.cached_columns`."""
-        horizon = self.executed_through if self.spec.commit is CommitRule.SAFE else INSIDE
-        find, groups = partial(self._read, "first_blocks", domain), range(len(self.spec.groups))
-        return [bytes(find([one], digest, horizon) is not None for digest in digests) for one in groups]
-
-    def digests_of(self, content: News) -> PackedHashes:
-        """Return the block hashes of a `News` with one row, see `Replica.digests_of`."""
-        self.check_alone(Part(news=content))
-        return hash_alone(self._scheme, content)
-
     def check_alone(self, part: Part) -> None:
         """Raise InvalidArgument if a replica without requests could not apply the part."""
         try:
@@ -322,17 +295,22 @@ class NativeReplica:
         except _native.Refused as refused:
             raise Refusal(*refused.args).error(self.spec, part) from None
 
-    def entries(self, blocks: Iterable[int] | None = None) -> Entries:
-        """Return the published keys of these blocks, by default of all, see `Replica.entries`."""
-        if blocks is None:
-            free = _native.read(self.core, "free_order")
-            held = sorted(set(range(1, self.spec.num_blocks)).difference(free))
-            blocks = [*free, *held, *range(self.spec.num_blocks, self.spec.num_stamps)]
-        return published(self.core, self.spec, self.digest_size, list(blocks))
+    def key_rows(self, blocks: Sequence[int]) -> list[KeyRow]:
+        """Return what each of these blocks, or slots of tiers, has; see `KeyRow`."""
+        return self._read("keys", blocks)
 
-    def stored_events(self) -> Iterator[tuple[int, CacheEvent]]:
-        """Yield STORED events of all keys, see `Replica.stored_events`."""
-        return events_of_keys(self.core, self.spec)
+    def pair_names(self) -> Callable[[Any], tuple[str, int]]:
+        """Return a function that returns domain and group of a pair of `key_rows`."""
+        domains, groups = self._read("domains"), len(self.spec.groups)
+        return lambda pair: (domains[(pair - 1) // groups], (pair - 1) % groups)
+
+    def free_order(self) -> list[int]:
+        """Return the free blocks in the order of eviction."""
+        return self._read("free_order")
+
+    def first_blocks(self, domain: str, groups: Sequence[int], digest: bytes, horizon: int) -> list[int] | None:
+        """Return the first block of each group with this digest, see `BlockPool.find`."""
+        return self._read("first_blocks", domain, groups, digest, horizon)
 
     def blocks_of(self, domain: str, group: int, digest: bytes) -> list[int]:
         """Return all blocks that have this key, published or not."""
