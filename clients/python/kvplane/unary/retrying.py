@@ -41,6 +41,8 @@ def asked(owners: Owners[C], call: Call[Answer], retry: RetryPolicy) -> Work[Ask
             while True:
                 try:
                     answer: Answer = yield Ask(route.channel, call)
+                    if call.check is not None:
+                        call.check(answer)
                     return answer
                 except KvplaneError as failed:
                     route.after(failed)

@@ -30,7 +30,7 @@ def deregister_command(replica: Replica, yes: Yes = False, grpcurl: Grpcurl = Fa
     from kvplane.unary import calls
 
     if grpcurl:
-        print(grpcurl_line(calls.deregister_replica(replica, None)))
+        print(grpcurl_line(calls.deregister_replica(replica)))
         return
     with client_of() as client:
         answer = client.describe_replica(replica)
@@ -56,11 +56,10 @@ def reset_command(
     A replica that an engine uses is changed in the next step of the engine, and needs the scope admin. An engine
     without requests runs no step; only its ranks write the stamps that make the change final.
     """
-    from kvplane.base.requests import At
     from kvplane.unary import calls
 
     if grpcurl:
-        print(grpcurl_line(calls.reset_prefix_cache(replica, At())))
+        print(grpcurl_line(calls.reset_prefix_cache(replica)))
         return
     with client_of() as client:
         answer = client.describe_replica(replica)
@@ -90,7 +89,6 @@ def evict_command(
     A replica that an engine uses is changed in the next step of the engine, as by `kvplane reset`, and needs the scope
     admin. After the engine has left, blocks are not evicted one by one.
     """
-    from kvplane.base.requests import At
     from kvplane.unary import calls
 
     if bool(blocks) == (tokens is not None):
@@ -104,7 +102,7 @@ def evict_command(
                 return
         assert blocks is not None
         if grpcurl:
-            print(grpcurl_line(calls.evict_blocks(replica, blocks, At())))
+            print(grpcurl_line(calls.evict_blocks(replica, blocks)))
             return
         answer = client.describe_replica(replica)
         lost = [f"the keys of {counted(len(blocks), 'block')}: later prompts do not hit them"]
@@ -127,12 +125,11 @@ def prefetch_command(
 
     The engine's next step orders it. Only a replica with a host and a disk tier has something to copy.
     """
-    from kvplane.base.requests import At
     from kvplane.unary import calls
 
     content = content_of(tokens, domain, salt, lora)
     if grpcurl:
-        print(grpcurl_line(calls.prefetch(replica, content, within, At())))
+        print(grpcurl_line(calls.prefetch(replica, content, within_s=within)))
         return
     with client_of() as client:
         answer = _changed(partial(client.prefetch, replica, content, within_s=within), wait)
@@ -159,12 +156,11 @@ def retain_command(
     Nothing is held: an allocation that needs the blocks still gets them. What is not cached is not retained. With an
     engine, its next step does it.
     """
-    from kvplane.base.requests import At
     from kvplane.unary import calls
 
     content = content_of(tokens, domain, salt, lora)
     if grpcurl:
-        print(grpcurl_line(calls.retain(replica, content, ttl, priority, At())))
+        print(grpcurl_line(calls.retain(replica, content, ttl_s=ttl, priority=priority)))
         return
     with client_of() as client:
         answer = _changed(partial(client.retain, replica, content, ttl_s=ttl, priority=priority), wait)

@@ -43,7 +43,7 @@ def lookup_command(
         raise InvalidArgument("it is not clear what to look up", field="--tokens", remedy=remedy)
     what = request if tokens is None else content_of(tokens, domain, salt, lora)
     if grpcurl:
-        print(grpcurl_line(calls.find_cache_hit(replica or "REPLICA", what, False)))
+        print(grpcurl_line(calls.find_cache_hit(replica or "REPLICA", what)))
         return
 
     def one() -> None:
@@ -129,7 +129,7 @@ def snapshot_command(
     from kvplane.unary import calls
 
     if grpcurl:
-        print(grpcurl_line(calls.snapshot(replica, not full)))
+        print(grpcurl_line(calls.snapshot(replica, summary=not full)))
         return
     with client_of() as client:
         answer = client.snapshot(replica, summary=not full)
