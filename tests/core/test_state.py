@@ -18,7 +18,7 @@ from kvplane_core.spec.in_flight import InFlightTracker
 from kvplane_core.spec.loading import load_state
 from kvplane_core.spec.pool import BlockPool
 from kvplane_core.spec.replica import Replica
-from kvplane_core.spec.requests import Requests
+from kvplane_core.spec.requests import COLUMNS, Requests
 from tests.core.builders import full, replica_spec
 from tests.core.page_engine import RandomEngine
 from tests.core.test_page_contents import ALL_MIXES, STEPS
@@ -137,7 +137,7 @@ def test_every_attribute_is_exported_or_named_as_a_setting(mix):
     statistics = {*state_entries.POOL_STATISTICS, *state_entries.POOL_STATISTICS_COLUMNS}
     assert vars(pool).keys() == derived | statistics | {*state_entries.POOL_COLUMNS, *stored}
     requests: Requests = replica.requests
-    columns = {*state_entries.REQUEST_COLUMNS, *state_entries.REQUEST_VALUES}
+    columns = {*COLUMNS, *state_entries.REQUEST_VALUES}
     assert vars(requests).keys() == {"content", "hit_end", "hints"} | columns
     tracker: InFlightTracker = replica.tracker
     settings = {"_blocks", "_requests", "_counters", "_safe", "_withdrawn"}  # the last is empty between steps

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import repeat
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from kvplane.base.sections import AdmitRow
 from kvplane.base.step import (
@@ -22,10 +22,19 @@ from kvplane.base.step import (
 )
 
 FactsRow = tuple[int, int, int, Sequence[bytes], int, int, End, int, int]  # an `Update`
-RunRow = tuple[int, int, int, int, int, int]  # slot, extra, lookahead, in_flight, flags, reserved
-
-
+_S = TypeVar("_S", Run, Admit)
 _ADMIT_COLUMNS = AdmitRow._fields[1:]
+
+
+class RunRow(NamedTuple):
+    """A row of a running request, see `Run`."""
+
+    slot: int
+    extra: int = 0
+    lookahead: int = 0
+    in_flight: int = -1
+    flags: int = 0
+    reserved: int = 0
 
 
 def admit_rows(section: Admit) -> Iterator[AdmitRow]:
@@ -87,27 +96,20 @@ def facts_section(updates: Sequence[FactsRow]) -> Facts:
 
 def run_section(rows: Sequence[RunRow]) -> Run:
     """Return rows of running requests as a section. A refused row changes nothing."""
-    if not rows:
-        return Run(on_refusal=OnRefusal.SKIP)
-    slot, extra, lookahead, in_flight, flags, reserved = zip(*rows, strict=True)
-    return Run(
-        list(slot),
-        extra=_column(extra, 0),
-        lookahead=_column(lookahead, 0),
-        in_flight=_column(in_flight, -1),
-        flags=_column(flags, 0),
-        on_refusal=OnRefusal.SKIP,
-        reserved=_column(reserved, 0),
-    )
+    return _filled(Run(on_refusal=OnRefusal.SKIP), rows)
 
 
 def admit_section(rows: Sequence[AdmitRow]) -> Admit:
-    """Return rows of waiting requests as a section: columns without entries where all rows have the default."""
-    section = Admit(on_refusal=OnRefusal.SKIP)
+    """Return rows of waiting requests as a section."""
+    return _filled(Admit(on_refusal=OnRefusal.SKIP), rows)
+
+
+def _filled(section: _S, rows: Sequence[RunRow] | Sequence[AdmitRow]) -> _S:
+    """Return the section with these rows: columns without entries where all rows have the default."""
     if rows:
         section.slot, *columns = map(list, zip(*rows, strict=True))
-        for name, column in zip(_ADMIT_COLUMNS, columns, strict=True):
-            setattr(section, name, _column(column, AdmitRow._field_defaults[name]))
+        for name, column in zip(rows[0]._fields[1:], columns, strict=True):
+            setattr(section, name, _column(column, rows[0]._field_defaults[name]))
     return section
 
 

@@ -41,6 +41,7 @@ from kvplane_core.face.part_rows import (
     NO_TERMS,
     UNALIGNED,
     PartRows,
+    RunRow,
     Update,
     admit_section,
     facts_section,
@@ -310,7 +311,7 @@ class OpenStep:
         extra = end - requests.num_tokens[slot]
         if self._aligns:
             flags |= UNALIGNED
-        row = (slot, extra, lookahead, in_flight, flags, reserved)
+        row = RunRow(slot, extra, lookahead, in_flight, flags, reserved)
         self._validator.check_row(Part(run=run_section([row])), self.seq)
         self._enter(_Section.RUN, slot)
         self._rows.runs.append(row)

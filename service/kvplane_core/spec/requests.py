@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from kvplane_core.face.contents import Content
 
+# The columns that an image has, each with the entry of a free slot.
+COLUMNS: dict[str, bool | int | str] = {
+    **dict.fromkeys("live running held skip_reading by_service".split(), False),
+    **dict.fromkeys("serial limit num_prompt num_tokens computed in_flight single_group_hit".split(), 0),
+    **dict.fromkeys("granted_step adopted_step load_after ends_at".split(), 0),
+    **dict.fromkeys("request_id domain".split(), ""),
+}
+
 
 class Requests:
     """One entry per slot in each column; a slot is live from its news row until its request ends."""
@@ -45,28 +53,9 @@ class Requests:
         missing = slot + 1 - len(self.live)
         if missing <= 0:
             return
-        for flags in (self.live, self.running, self.held, self.skip_reading, self.by_service):
-            flags.extend([False] * missing)
-        for numbers in self._numbers():
-            numbers.extend([0] * missing)
-        for texts in (self.request_id, self.domain):
-            texts.extend([""] * missing)
+        for name, entry in COLUMNS.items():
+            getattr(self, name).extend([entry] * missing)
         self.content.extend(Content([]) for _ in range(missing))
-
-    def _numbers(self) -> tuple[list[int], ...]:
-        return (
-            self.serial,
-            self.limit,
-            self.num_prompt,
-            self.num_tokens,
-            self.computed,
-            self.in_flight,
-            self.single_group_hit,
-            self.granted_step,
-            self.adopted_step,
-            self.load_after,
-            self.ends_at,
-        )
 
     def add(self, slot: int, num_tokens: int, limit: int, content: Content) -> None:
         """Put a request of `num_tokens` tokens, which may grow to `limit` tokens, into a free slot."""

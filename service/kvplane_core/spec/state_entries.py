@@ -22,7 +22,7 @@ from kvplane_core.spec.hazard import check
 from kvplane_core.spec.in_flight import Grants, InFlightTracker, Stay
 from kvplane_core.spec.policies import HazardList, are_hints
 from kvplane_core.spec.pool import BlockPool
-from kvplane_core.spec.requests import Requests
+from kvplane_core.spec.requests import COLUMNS, Requests
 from kvplane_core.spec.split import SplitPool
 from kvplane_core.spec.tiers.entries import counters_of, load_tiers, state_of
 
@@ -45,11 +45,6 @@ POOL_STATISTICS_COLUMNS = ("_born", "_used", "_last_use")
 POOL_VALUES = ("generation", "epoch", "_counter", "step", "executed_through", "num_evictable", "reserved", "busy")
 POOL_DERIVED = ("num_evictable",)
 POOL_STATISTICS = ("_age_base", "evicted_keys", "registered")
-REQUEST_COLUMNS = (
-    "live", "running", "held", "serial", "request_id", "domain", "skip_reading", "by_service", "limit", "num_prompt",
-    "num_tokens", "computed", "in_flight", "single_group_hit", "granted_step", "adopted_step", "load_after",
-    "ends_at",
-)  # fmt: skip
 REQUEST_VALUES = ("asked", "unserved", "num_running", "loading", "not_zeroed")
 
 
@@ -130,10 +125,8 @@ def _request_columns(requests: Requests) -> dict[str, list[Any]]:
     """
     live = requests.live
     columns: dict[str, list[Any]] = {}
-    for name in REQUEST_COLUMNS:
-        column = getattr(requests, name)
-        none = type(column[0])() if column else None
-        columns[name] = [one if is_live else none for one, is_live in zip(column, live, strict=True)]
+    for name, none in COLUMNS.items():
+        columns[name] = [one if is_live else none for one, is_live in zip(getattr(requests, name), live, strict=True)]
     columns["serial"] = requests.serial
     columns["ends_at"] = [requests.launch_end(slot) if runs else 0 for slot, runs in enumerate(requests.running)]
     return columns
@@ -241,7 +234,7 @@ def _keys_of(runs: Iterable[list[Any]], num_blocks: int) -> list[Key | None]:
 def _load_requests(requests: Requests, entries: dict[str, list[Any]], scheme: HashScheme) -> None:
     """Set the state of the requests from the entries `requests`, `content` and `eviction`."""
     (state,) = entries["requests"]
-    for name in (*REQUEST_COLUMNS, *REQUEST_VALUES):
+    for name in (*COLUMNS, *REQUEST_VALUES):
         setattr(requests, name, state[name])
     if "eviction" in entries:
         policy, _, requests.hit_end, *others = entries["eviction"][0]

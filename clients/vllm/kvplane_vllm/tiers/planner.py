@@ -212,7 +212,7 @@ class Planner:
             shadow.state = State.RUNNING
             if end > shadow.held:
                 facts.append(self._progress(shadow))
-                runs.append((shadow.slot, end - shadow.num_tokens, 0, -1, 0, 0))
+                runs.append(RunRow(shadow.slot, end - shadow.num_tokens))
                 grows.append(_Grows(shadow, shadow.held, end, states))
         done = [granted > 0 for granted in self._apply(facts, runs).granted] if runs else []
         for one in new:

@@ -245,8 +245,9 @@ class GroupManager {
         return false;
     }
 
-    // Finds the longest cached prefix; fills the blocks per group, and returns its length in tokens.
-    virtual Int FindPrefix(const Query& query, Rows* rows) const = 0;
+    // Finds the longest cached prefix; fills the blocks per group, and returns its length in tokens. Groups that are
+    // never cached are not asked.
+    virtual Int FindPrefix(const Query&, Rows*) const { throw Broken("no block of the group is cached"); }
     virtual bool IsDownwardClosed() const { return false; }
     virtual Int DropMargin() const { return block_size; }
 

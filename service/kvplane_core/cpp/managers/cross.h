@@ -31,12 +31,6 @@ class CrossAttentionManager final : public GroupManager {
         return std::find(blocks->begin(), blocks->end(), kNullBlock) == blocks->end();
     }
 
-    void RegisterBlocks(Int, Int, const Positions&) override {}
-    Int FindPrefix(const Query& query, Rows* rows) const override {
-        rows->assign(query.groups->size(), {});
-        return 0;
-    }
-
     Int AllocBound(Int) const override { return kForever; }
     Int RegisterBound(Int) const override { return kForever; }
 };

@@ -26,12 +26,6 @@ class RingManager final : public GroupManager {
         return blocks->size() == 1 && blocks->front() != kNullBlock;
     }
 
-    void RegisterBlocks(Int, Int, const Positions&) override {}
-    Int FindPrefix(const Query& query, Rows* rows) const override {
-        rows->assign(query.groups->size(), {});
-        return 0;
-    }
-
     Int AllocBound(Int slot) const override { return table[slot].empty() ? 0 : kForever; }
     Int RegisterBound(Int) const override { return kForever; }
 };

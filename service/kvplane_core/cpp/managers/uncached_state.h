@@ -32,12 +32,6 @@ class UncachedStateManager final : public GroupManager {
         return (std::max<Int>(num_processed - 1, 0) / block_size + 1) * block_size + 1;
     }
 
-    void RegisterBlocks(Int, Int, const Positions&) override {}
-    Int FindPrefix(const Query& query, Rows* rows) const override {
-        rows->assign(query.groups->size(), {});
-        return 0;
-    }
-
     Int AllocBound(Int slot) const override { return GroupManager::AllocBound(slot) - Drafts(); }
     Int RegisterBound(Int) const override { return kForever; }
 

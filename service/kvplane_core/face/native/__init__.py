@@ -12,11 +12,9 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from kvplane.base.groups import NULL_BLOCK, CommitRule, ReplicaSpec
+from kvplane.base.groups import NULL_BLOCK, ReplicaSpec
 from kvplane.base.hashing import HashScheme, PackedHashes
 from kvplane.base.step import (
-    CacheEvent,
-    News,
     Part,
     Step,
     StepResult,
@@ -28,7 +26,6 @@ from kvplane_core.face.common import CommonCore
 from kvplane_core.face.counters import Counters, GroupCounters, GroupTotals, Residency
 from kvplane_core.face.entries import Entries
 from kvplane_core.face.interface import (
-    INSIDE,
     Answer,
     BlockCounts,
     BrokenInvariant,

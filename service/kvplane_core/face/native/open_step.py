@@ -30,6 +30,7 @@ from kvplane_core.face.part_rows import (
     NO_TERMS,
     UNALIGNED,
     PartRows,
+    RunRow,
     Update,
     admit_section,
     facts_section,
@@ -156,7 +157,7 @@ class NativeOpenStep:
         except _native.Refused as refused:
             requests = self._replica.requests
             extra = requests.computed[slot] + num_new - requests.num_tokens[slot] if requests.is_live(slot) else 0
-            row = slot, extra, lookahead, in_flight, int(flags) | self._flags, reserved
+            row = RunRow(slot, extra, lookahead, in_flight, int(flags) | self._flags, reserved)
             raise self._named(refused, Part(run=run_section([row]))) from None
         return new
 

@@ -14,7 +14,6 @@ this kind of attention does not need the block any more, or never needed it.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import ClassVar
 
@@ -29,7 +28,7 @@ NOT_TRACKED = -1
 FOREVER = 1 << 62
 
 
-class GroupManager(ABC):
+class GroupManager:
     """Manages the blocks of one group: allocates, releases, registers and finds blocks as its kind of attention
     requires.
     """
@@ -38,6 +37,7 @@ class GroupManager(ABC):
     STATE: ClassVar[tuple[str, ...]] = ("table", "num_cached", "partial_hit", "copies", "stores_empty_ranges")
 
     has_window: ClassVar[bool] = True  # what a running request gives up was read by its attention, not overwritten
+    takes_states: ClassVar[bool] = False  # its blocks are states
 
     def __init__(self, setup: GroupSetup) -> None:
         self.group = setup.group
@@ -165,7 +165,7 @@ class GroupManager(ABC):
 
     def _take(self, count: int, after: int = NULL_BLOCK) -> list[int]:
         self.allocated += count
-        return self.pool.take(count, after)
+        return self.pool.take_states(count) if self.takes_states else self.pool.take(count, after)
 
     def _order_zero(self, blocks: list[int]) -> None:
         self.orders.zero_block.extend(blocks)
@@ -408,12 +408,12 @@ class GroupManager(ABC):
         del start, end, boundaries
         return None
 
-    @abstractmethod
     def find(self, query: Query) -> tuple[list[list[int]], int]:
-        """Find the longest cached prefix.
+        """Find the longest cached prefix. Groups that are never cached are not asked.
 
         Returns the blocks of the prefix per group, with null blocks in front, and its length in tokens.
         """
+        raise NotImplementedError
 
     def is_downward_closed(self) -> bool:
         """Whether a hit of n tokens implies every shorter aligned hit; one look-up then answers for all lengths."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from kvplane_core.face.interface import Need
 from kvplane_core.face.keys import NULL_BLOCK
 from kvplane_core.spec.managers.base import GroupManager
-from kvplane_core.spec.managers.questions import Query, RequestProgress
+from kvplane_core.spec.managers.questions import RequestProgress
 
 
 class CrossAttentionManager(GroupManager):
@@ -39,10 +39,6 @@ class CrossAttentionManager(GroupManager):
         """Extend the table to the encoder tokens; returns the new blocks."""
         return super().allocate(slot, num_encoder, num_encoder, num_encoder)
 
-    def register_blocks(self, slot: int, num_tokens: int, boundaries: Sequence[int]) -> None:
-        """Do nothing: blocks of this group are never cached."""
-        return
-
     def normalize_table(self, table: list[int], at: RequestProgress) -> list[int] | None:
         """Return the table if it has no null block, else None.
 
@@ -50,7 +46,3 @@ class CrossAttentionManager(GroupManager):
         """
         del at
         return table if NULL_BLOCK not in table else None
-
-    def find(self, query: Query) -> tuple[list[list[int]], int]:
-        """Return no blocks: this group is never cached."""
-        return [[] for _ in query.groups], 0

@@ -28,7 +28,7 @@ NO_STATE = -1
 class AlignedStateManager(GroupManager):
     """Manages states in mode "align": states at block ends are cached, and the request continues in new blocks."""
 
-    has_window = False
+    has_window, takes_states = False, True
     STATE = (
         *GroupManager.STATE,
         "last_state", "num_retired", "has_allocated", "_stopped_at", "last_checkpoints", "_registered_this_step",
@@ -88,11 +88,6 @@ class AlignedStateManager(GroupManager):
         adopted = hit[max(self.skipped_tokens(need.total_computed), 0) // self.block_size :]
         taken = self._new_states_with_external(need, len(hit), partial) + self.pool.count_evictable(adopted)
         return max(new + evictable, taken)
-
-    def _take(self, count: int, after: int = NULL_BLOCK) -> list[int]:
-        del after
-        self.allocated += count
-        return self.pool.take_states(count)
 
     def _new_states_with_external(self, need: Need, num_hit: int, partial: bool) -> int:
         """Return how many states `adopt`, `allocate_external` and `allocate` take in total; vLLM counts one too few."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvplane_core.face.interface import Need
 from kvplane_core.face.keys import NULL_BLOCK
 from kvplane_core.spec.managers.base import GroupManager
-from kvplane_core.spec.managers.questions import Query, RequestProgress
+from kvplane_core.spec.managers.questions import RequestProgress
 
 
 class RingManager(GroupManager):
@@ -34,10 +34,6 @@ class RingManager(GroupManager):
         del num_slots, num_main, num_encoder
         return [] if self.table[slot] else self._extend(self.table[slot], 1)
 
-    def register_blocks(self, slot: int, num_tokens: int, boundaries: Sequence[int]) -> None:
-        """Do nothing: a page that is overwritten cannot be cached."""
-        return
-
     def blocks_alone(self, num_tokens: int, num_encoder: int) -> int:
         """Return 1."""
         return 1
@@ -46,7 +42,3 @@ class RingManager(GroupManager):
         """Return the table if it has exactly one block, else None."""
         del at
         return table if len(table) == 1 and table[0] != NULL_BLOCK else None
-
-    def find(self, query: Query) -> tuple[list[list[int]], int]:
-        """Return no blocks: this group is never cached."""
-        return [[] for _ in query.groups], 0

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvplane_core.face.interface import Need
-from kvplane_core.face.keys import NULL_BLOCK
 from kvplane_core.spec.managers.base import GroupManager
-from kvplane_core.spec.managers.questions import Query
 
 
 class UncachedStateManager(GroupManager):
     """Manages states in mode "none": never cached; a request has one block for its state, and one per draft token."""
+
+    takes_states = True
 
     def blocks_needed(self, need: Need, hit: Sequence[int]) -> int:
         """Return the number of new blocks for the state and the draft states."""
@@ -33,11 +33,6 @@ class UncachedStateManager(GroupManager):
         extra = self.block_size * self.spec.speculative_blocks
         return super().allocate(slot, num_slots + extra, num_main, num_encoder)
 
-    def _take(self, count: int, after: int = NULL_BLOCK) -> list[int]:
-        del after
-        self.allocated += count
-        return self.pool.take_states(count)
-
     def can_rewind(self, slot: int, num_computed: int) -> bool:
         """Whether at most as many tokens are computed again as there are draft states: older states are lost."""
         return self.requests.computed[slot] - num_computed <= self.spec.speculative_blocks
@@ -45,11 +40,3 @@ class UncachedStateManager(GroupManager):
     def skipped_tokens(self, num_computed: int) -> int:
         """Return the number of computed tokens less one: only the state of the last token is needed."""
         return num_computed - 1
-
-    def find(self, query: Query) -> tuple[list[list[int]], int]:
-        """Return no blocks: states in this mode are never cached."""
-        return [[] for _ in query.groups], 0
-
-    def register_blocks(self, slot: int, num_tokens: int, boundaries: Sequence[int]) -> None:
-        """Do nothing: states in this mode are never cached."""
-        return
