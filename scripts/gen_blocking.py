@@ -1,7 +1,7 @@
 """Generate the methods of unary calls, and the blocking half of the client from the asyncio half; or check that what is
 committed is up to date.
 
-    python scripts/gen_blocking.py            write clients/python/kvplane/{aio/unary,blocking/unary,blocking/client}.py
+    python scripts/gen_blocking.py            write {aio/interface,aio/unary,blocking/unary,blocking/client}.py
     python scripts/gen_blocking.py --check    name the files that differ (exit 1)
 
 The methods are those of kvplane/unary/calls.py. Only files whose two halves do the same in the same order are
@@ -77,6 +77,18 @@ def method(function: ast.FunctionDef, docstring: str) -> str:
     return f"{head}\n        {text}\n        {'' if is_empty else 'return '}{call}\n"
 
 
+def interface(source: str) -> str:
+    """Return the interface of the transport of an asyncio session: that of a blocking one, as coroutines."""
+    tree = ast.parse(source)
+    imports = [ast.unparse(one) for one in tree.body if isinstance(one, ast.Import | ast.ImportFrom)]
+    imports.append("from kvplane.base.session import Opened, OpenRequest")
+    (kind,) = (one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == "SessionTransport")
+    text = (ast.get_source_segment(source, kind) or "").replace("class Session", "class AsyncSession")
+    text = re.sub(r"    def (?!abort)", "    async def ", text).replace("kvplane.blocking", "kvplane.aio")
+    text = text.replace("Any thread may call this method.", "Call it on the loop's thread.")
+    return "\n".join(['"""The interface between an asyncio session and its service."""', *imports, "", text, ""])
+
+
 def blocking(source: str) -> str:
     """Return the blocking form of an asyncio file."""
     title, rest = re.findall(r'(?s)^(?:#[^\n]*\n)?"""(.*?), as coroutines\."""\n(.*)', source)[0]
@@ -95,6 +107,9 @@ def formatted(text: str, path: Path) -> str:
 
 def generated() -> Iterator[tuple[Path, str]]:
     """Yield the files, and what each has."""
+    path = CLIENT / "aio" / "interface.py"
+    text = interface((CLIENT / "base" / "session.py").read_text())
+    yield path, formatted(MARK.format(source="base/session.py") + text, path)
     path = CLIENT / "aio" / "unary.py"
     coroutines = methods((CLIENT / "unary" / "calls.py").read_text())
     yield path, formatted(MARK.format(source="unary/calls.py") + coroutines, path)

@@ -91,7 +91,7 @@ class CommonCore:
             blocks = [*free, *held, *range(self.spec.num_blocks, self.spec.num_stamps)]
         blocks, bare, rows = list(blocks), list[tuple[int, int]](), dict[Any, list[tuple[int, int, int, bytes]]]()
         name, horizon = self.pair_names(), self.executed_through
-        for block, (stamp, step, keys, *_) in zip(blocks, self.key_rows(blocks), strict=True):
+        for block, (stamp, step, keys, _) in zip(blocks, self.key_rows(blocks), strict=True):
             if not keys or step > horizon:
                 bare.append((block, stamp))
                 continue
@@ -118,7 +118,7 @@ class CommonCore:
         for start in range(1, self.spec.num_blocks, MAX_HASHES):
             rows: dict[tuple[bool, int, Any], list[tuple[bytes, int, int]]] = {}
             blocks = range(start, min(start + MAX_HASHES, self.spec.num_blocks))
-            for block, (_, step, keys, *_) in zip(blocks, self.key_rows(blocks), strict=True):
+            for block, (_, step, keys, _) in zip(blocks, self.key_rows(blocks), strict=True):
                 for number, ((pair, digest), num_tokens) in enumerate(keys):
                     kind = (number > 0, step if step > horizon else 0, pair)
                     rows.setdefault(kind, []).append((digest, block, num_tokens))

@@ -6,7 +6,8 @@ async with kvplane.aio.connect("127.0.0.1:7070") as client:
 """
 
 from kvplane.aio.client import Client, connect
-from kvplane.aio.session import AsyncSessionTransport, Session
+from kvplane.aio.interface import AsyncSessionTransport
+from kvplane.aio.session import Session
 from kvplane.aio.transport import GrpcTransport
 
 __all__ = ["AsyncSessionTransport", "Client", "GrpcTransport", "Session", "connect"]

@@ -7,11 +7,12 @@ import weakref
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-from kvplane.base.errors import FailedPrecondition, KvplaneError
-from kvplane.base.session import CLOSE_TIMEOUT_S, Opened, OpenRequest
-from kvplane.base.step import Part, Step, StepResult
+from kvplane.aio.interface import AsyncSessionTransport
+from kvplane.base.errors import FailedPrecondition
+from kvplane.base.session import CLOSE_TIMEOUT_S, OpenRequest
+from kvplane.base.step import Part, StepResult
 from kvplane.sansio.driver import Pause, drive_async
 from kvplane.sansio.retry import RetryPolicy
 from kvplane.session.known_requests import KnownRequests
@@ -21,43 +22,6 @@ from kvplane.session.reopening import Revival
 from kvplane.session.view import BEATS_PER_LEASE, SessionView, aborted, looked_at
 
 _T = TypeVar("_T")
-
-
-class AsyncSessionTransport(Protocol):
-    """The interface between an asyncio session and its service: the methods of `SessionTransport` as coroutines.
-
-    Only `abort` and the optional `ready` (see `SessionTransport`) are plain methods; call them on the event loop's
-    thread.
-    """
-
-    draining: bool
-    can_move: bool
-
-    async def open(self, request: OpenRequest) -> Opened:
-        """Open a new stream to the service instead of the previous one, and return the service's first answer."""
-        ...
-
-    async def send(self, step: Step) -> None:
-        """Write a step to the stream. Does not wait for its answer."""
-        ...
-
-    async def receive(self) -> StepResult | KvplaneError:
-        """Wait for the service's next answer: the result of a step, or the refusal of a step."""
-        ...
-
-    async def heartbeat(self, waiting_requests: int | None = None) -> None:
-        """Send a heartbeat, so that the session's lease does not expire, with the number of waiting requests."""
-        ...
-
-    async def close(self) -> None:
-        """Close the stream, so that the service frees the blocks of the session's requests."""
-        ...
-
-    def abort(self) -> None:
-        """Cancel the stream. The service then treats the engine as lost: it keeps the blocks of the session's requests
-        until the next session opens.
-        """
-        ...
 
 
 class Session(SessionView):

@@ -91,38 +91,26 @@ def check_policy(
     The replica exists then, with the eviction policy LRU, tiers that save behind and keep no checkpoints, or one block
     per state.
     """
+    register = "or deregister the replica and register it with"
     given = source.blocks_per_state if isinstance(source, ReplicaSpec) else 1
     if given > max(1, answer.spec.blocks_per_state):
-        raise FailedPrecondition(
-            f"the service does not know states of {given} blocks",
-            field="blocks_per_state",
-            remedy="use a service of this version, and deregister the replica",
-        )
+        raise _not_taken(f"does not know states of {given} blocks", "blocks_per_state", "and deregister the replica")
     if source.eviction not in (None, wire.decode_policy(answer.spec)):
-        raise FailedPrecondition(
-            f"the service does not know the policy {source.eviction.value!r}",
-            field="eviction",
-            remedy="use a service of this version, or deregister the replica and register it with 'lru'",
-        )
+        what = f"does not know the policy {source.eviction.value!r}"
+        raise _not_taken(what, "eviction", f"{register} 'lru'")
     for index, (asked, taken) in enumerate(zip(source.tiers, wire.decode_tiers(answer.spec.tiers), strict=False)):
         if asked.save is not taken.save:
-            raise FailedPrecondition(
-                f"the service does not know the policy {asked.save.value!r}",
-                field=f"tiers[{index}].save",
-                remedy="use a service of this version, or deregister the replica and register it with 'behind'",
-            )
+            what = f"does not know the policy {asked.save.value!r}"
+            raise _not_taken(what, f"tiers[{index}].save", f"{register} 'behind'")
         if asked.checkpoint_percent != taken.checkpoint_percent:
-            raise FailedPrecondition(
-                "the service does not know checkpoints",
-                field=f"tiers[{index}].checkpoint_percent",
-                remedy="use a service of this version, or deregister the replica and register it with 0",
-            )
+            raise _not_taken("does not know checkpoints", f"tiers[{index}].checkpoint_percent", f"{register} 0")
         if asked.retained_percent != taken.retained_percent:
-            raise FailedPrecondition(
-                "the service retains nothing in tiers",
-                field=f"tiers[{index}].retained_percent",
-                remedy="use a service of this version, or deregister the replica and register it with 0",
-            )
+            raise _not_taken("retains nothing in tiers", f"tiers[{index}].retained_percent", f"{register} 0")
+
+
+def _not_taken(what: str, field: str, otherwise: str) -> FailedPrecondition:
+    remedy = f"use a service of this version, {otherwise}"
+    return FailedPrecondition(f"the service {what}", field=field, remedy=remedy)
 
 
 @checked

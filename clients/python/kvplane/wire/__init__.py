@@ -11,10 +11,8 @@ from kvplane.wire.layers import decode_layer, encode_layer
 from kvplane.wire.plan import decode_plan, encode_plan
 from kvplane.wire.result import (
     decode_event,
-    decode_orders,
     decode_result,
     encode_event,
-    encode_orders,
     encode_result,
 )
 from kvplane.wire.same import encode_same
@@ -55,7 +53,6 @@ __all__ = [
     "decode_layer",
     "decode_open",
     "decode_opened",
-    "decode_orders",
     "decode_plan",
     "decode_policy",
     "decode_renewal",
@@ -79,7 +76,6 @@ __all__ = [
     "encode_model_source",
     "encode_open",
     "encode_opened",
-    "encode_orders",
     "encode_plan",
     "encode_renewal",
     "encode_result",

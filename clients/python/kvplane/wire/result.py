@@ -6,11 +6,11 @@ from typing import Any
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import Medium
-from kvplane.base.step import Blocks, CacheEvent, EventKind, Orders, PartResult, RemoveReason, StepResult
+from kvplane.base.step import Blocks, CacheEvent, EventKind, PartResult, RemoveReason, StepResult
 from kvplane.v1 import step_pb2 as pb
 from kvplane.wire.columns import U32, build, pack, unpack, wrong_total
 from kvplane.wire.sections import decode_section, encode_section
-from kvplane.wire.tables import BLOCKS, ORDERS, PART_RESULT
+from kvplane.wire.tables import BLOCKS, PART_RESULT
 
 _KINDS = {one.value: one for one in EventKind}
 _REASONS = {one.value: one for one in RemoveReason}
@@ -39,16 +39,6 @@ def decode_result(message: pb.StepResult) -> StepResult:
         parts=[_decode_part(part, f"parts[{index}]") for index, part in enumerate(message.parts)],
         published_through=message.published_through,
     )
-
-
-def encode_orders(orders: Orders) -> pb.Orders:
-    """Return the message of the orders (to stamp, zero and copy pages) of one part."""
-    return build(pb.Orders, "orders", encode_section(orders, ORDERS, "orders"))
-
-
-def decode_orders(message: pb.Orders) -> Orders:
-    """Return the orders of a message. Raises InvalidArgument for a malformed message."""
-    return Orders(**decode_section(message, ORDERS, "orders", to_lists=False))
 
 
 def encode_event(event: CacheEvent) -> pb.CacheEvent:
