@@ -45,8 +45,10 @@ WORDS = (
     (r"\bopen_aio_channel\b", "open_channel"),
     (r"\bdrive_async\b", "drive"),
     (r"\bimport asyncio\b", "import time"),
-    (r"\basyncio\.sleep\b", "retry.sleep or time.sleep"),
-    (r"\ba coroutine function\b", "a function"),
+    (r"\n +pause: .*", ""),  # a blocking policy of retries has a `sleep`
+    (r"(?s) `pause` is a coroutine function.*?`retry\.sleep`\.", ""),
+    (r", pause\)", ")"),
+    (r"\bpause or asyncio\.sleep\b", "retry.sleep or time.sleep"),
     (r"Call it while the event loop runs\.", "The client connects with its first call."),
     (r"One event loop may use it\.", "Thread-safe."),
     (r"\bfor (\w+) in (.*):\n +yield \1\n", r"yield from \2\n"),

@@ -83,21 +83,19 @@ class Client(UnaryCalls):
         timeout_s: float = TIMEOUT_S,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         retry: RetryPolicy = UNARY_RETRY,
-        pause: Callable[[float], object] | None = None,
         reach: Callable[[str], grpc.Channel] | None = None,
     ) -> None:
         """Create a client on a gRPC channel. `reach` is a function that opens a channel to an address.
 
         With `reach`, the client follows the redirections of a service to the owner of a replica. An `Owners` has its
-        own function for that. `pause` is a function that waits for a number of seconds, instead of
-        `retry.sleep`.
+        own function for that.
         """
         self._owners = channel if isinstance(channel, Owners) else Owners(channel, reach)
-        self._sessions = Sessions(self._owners, max_message_bytes, pause)
+        self._sessions = Sessions(self._owners, max_message_bytes)
         self._closed = False
         self._timeout_s = timeout_s
         self._retry = retry
-        self._wait = pause or retry.sleep or time.sleep
+        self._wait = retry.sleep or time.sleep
 
     def close(self) -> None:
         """Close the gRPC channels. This ends every open session and every subscription of the client."""

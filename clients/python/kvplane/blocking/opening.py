@@ -21,8 +21,7 @@ from kvplane.session.reopening import Revival
 class Sessions:
     """The sessions of one client."""
 
-    def __init__(self, owners: Owners[grpc.Channel], max_message_bytes: int, pause: object) -> None:
-        del pause  # a session waits in a way that `abort` interrupts
+    def __init__(self, owners: Owners[grpc.Channel], max_message_bytes: int) -> None:
         self._owners, self._max_message_bytes = owners, max_message_bytes
 
     def open(self, replica: str, revive: Callable[[], Revival] | None, options: SessionOptions) -> Session:
