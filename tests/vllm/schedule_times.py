@@ -9,7 +9,8 @@ one group is full attention, the others are sliding windows. "even": in each ste
 "remote" is kvplane with the service at ADDRESS, which gets each program ahead and answers while the engine
 pauses; "mirror" is kvplane followed by this service, which applies the steps in such a pause. "python" is kvplane in
 process on the Python core. "tiers" and "stock+tiers" are kvplane in process and stock with kvplane's connector: each
-block that fills is ordered to be copied to host memory, and nothing is loaded. `others` is the CPU time of the
+block that fills is ordered to be copied to host memory, and nothing is loaded; "null" and "stock+null" are the same
+with a connector that does nothing. `others` is the CPU time of the
 process's other threads in a step.
 """
 
@@ -43,9 +44,10 @@ WARM_UP = 16  # steps
 WAIT_S = 60  # for the service to apply the last step
 PAUSE_S = 0.02  # in each step of each side, as while a model runs: in it a service answers
 STEPS = 160
-NAMES = "stock", "kvplane", "python", "mirror", "remote", "tiers", "stock+tiers"
+NAMES = "stock", "kvplane", "python", "mirror", "remote", "tiers", "stock+tiers", "null", "stock+null"
 WITH_SERVICE = "mirror", "remote"
 WITH_TIERS = "tiers", "stock+tiers"
+WITH_NULL = "null", "stock+null"
 BLOCK_BYTES = 2 * BLOCK * 4  # of a layer
 
 
@@ -74,7 +76,7 @@ class Side:
             req_id_to_index={one: row for row, one in enumerate(ids)},
             sampled_token_ids=[[self.steps % 900 + 5]] * len(ids),
         )
-        if self.scheduler.connector is not None:  # all copies of the step have ended
+        if hasattr(self.scheduler.connector, "planner"):  # all copies of the step have ended
             progress = Progress({0: self.scheduler.connector.planner.host.seq}, {})
             sampled.kv_connector_output = KVConnectorOutput(kv_connector_worker_meta=WorkerMetadata(progress))
         time.sleep(PAUSE_S)
@@ -111,6 +113,10 @@ def side(name: str, num_requests: int, num_groups: int, load: str, steps: int, a
             kv_load_failure_policy="recompute",
             kv_connector_extra_config={"host": f"{num_blocks * BLOCK_BYTES >> 9}KiB"},
         )
+    if name in WITH_NULL:
+        model.vllm_config.kv_transfer_config = KVTransferConfig(
+            kv_connector="NullConnector", kv_connector_module_path="null_connector", kv_role="kv_both"
+        )
     attention = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
     specs = [FullAttentionSpec(**attention)]
     specs += [SlidingWindowSpec(**attention, sliding_window=WINDOW) for _ in range(num_groups - 1)]
@@ -126,7 +132,7 @@ def side(name: str, num_requests: int, num_groups: int, load: str, steps: int, a
         structured_output_manager=model.structured_output_manager,
     )
     scheduler.use_v2_model_runner = False
-    if scheduler.connector is not None:
+    if name in WITH_TIERS:
         scheduler.connector.set_xfer_handshake_metadata({0: RankMetadata(Ready(1, [0] * 2 * num_blocks, False, b""))})
     for number in range(num_requests):
         length = PROMPT + (number % BLOCK if load == "even" else 0)
