@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
+import numpy as np
+
 from kvplane.base.groups import CommitRule
 from kvplane_core.face.hit_rules import Column, ColumnOf, HitRules
 from kvplane_fleet import native
@@ -80,11 +82,13 @@ def claims(index: Index | NativeIndex, keys: Sequence[int], num_tokens: int, ask
     if isinstance(index, NativeIndex):
         places = [(one.rule.native, one.cells, one.others) for one in asked]
         return [Claim(*row) for row in index.claims(keys, num_tokens, places)]
-    found = index.find(keys)
+    sets: dict[int, int] = {}  # few: the blocks of one request share one
+    numbers = np.array([sets.setdefault(bits, len(sets)) for bits in index.find(keys)], np.intp)
 
     def has(one: Asked, groups: Sequence[int]) -> Column:
+        """Return which keys all of these groups have, each in one of its cells."""
         size = len(one.cells)
-        others = [one.others[first + group] for first in range(0, len(one.others), size) for group in groups]
-        return found.has([one.cells[group] for group in groups], others)
+        choices = [sum({1 << cell for cell in (one.cells[at], *one.others[at::size])}) for at in groups]
+        return np.array([all(bits & choice for choice in choices) for bits in sets], np.bool_)[numbers]
 
     return [one.rule.claim(partial(has, one), len(keys), num_tokens) for one in asked]

@@ -211,10 +211,6 @@ class Place:
         self.faults.count(Fault.ENTRIES_DIFFER, not is_equal)
         return is_equal
 
-    def content(self) -> dict[tuple[Tier, int], dict[int, int]]:
-        """Return the keys by tier and group, with their numbers of copies; it reads the whole index."""
-        return {named: self._index.keys_of(cell) for named, cell in self.cells.items()}
-
     def packed_content(self, first: int, end: int) -> dict[tuple[Tier, int], bytes]:
         """Return the keys in parts of the index, by tier and group, each of `key_bytes` as often as it has copies."""
         width = self.key_bytes or KEY_BYTES

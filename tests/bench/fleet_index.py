@@ -98,7 +98,7 @@ def measure(name: str, make: Callable[[], Index | NativeIndex], blocks: int, wid
             f"{name}, keys of {width} bits, {num_groups} groups: look-up {least:.2f} ms, median {middle:.2f}; "
             f"{keys / spent_s / 1e6:.2f} M stored blocks/s in runs of 32, {removed / removed_s / 1e6:.2f} M removed; "
             f"process grew by at most {grown:.0f} bytes per key, one in {2 * COPIED} has a copy; "
-            f"{index.num_keys} keys, {index.num_sets} sets; "
+            f"{index.num_keys} keys; "
             f"clear of a place {1e6 * cpu_s(partial(index.clear, cells[0][0])):.0f} us",
             flush=True,
         )

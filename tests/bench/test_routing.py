@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from tests.bench.routing import SCENES, RoutedFleet, arrivals, run
 from tests.core.specification import specification_of
+from tests.router.fleets import content
 
 SHARED = replace(SCENES[0], engines=3, num_blocks=900, limit=60)
 
@@ -22,7 +23,7 @@ def test_the_index_has_what_the_engines_have_once_all_events_have_come():
         named = [key for block in range(pool.num_blocks) if (key := pool.key_of(block)) is not None]
         keys = {(group, digest[-8:]) for _, group, digest in named}
         place = fleet.router._places.followed[engine._name].place  # type: ignore[attr-defined]
-        found = {(group, key.to_bytes(8, "big")) for (_, group), of in place.content().items() for key in of}
+        found = {(group, key.to_bytes(8, "big")) for (_, group), of in content(place).items() for key in of}
         assert found == keys != set()
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from random import Random
 from typing import TypeVar
 
 from kvplane.base.groups import HashAlgorithm
 from kvplane_fleet.decisions import Ask, Decision, Decisions
-from kvplane_fleet.domains import Domain
+from kvplane_fleet.domains import Domain, keys_of
 from kvplane_fleet.fleet import Fleet, Prompt
+from kvplane_fleet.index import Index
+from kvplane_fleet.native import NativeIndex
 from kvplane_fleet.places import Place
 from kvplane_fleet.settings import PlaceSettings, RouterSettings
 from kvplane_fleet.slices import Sliced
-from kvplane_fleet.wire.events import Batch, Evidence, GroupFormat, Removed, Stored, Tier
+from kvplane_fleet.wire.events import KEY_BYTES, WHOLE_KEY_BYTES, Batch, Evidence, GroupFormat, Removed, Stored, Tier
 
 BLOCK = 16
 DOMAIN = Domain(HashAlgorithm.SHA256, "", BLOCK)
@@ -32,6 +35,17 @@ def finished(work: Sliced[T]) -> T:
         except StopIteration as end:
             result: T = end.value
             return result
+
+
+def keys_in(index: Index | NativeIndex, cell: int, width: int = WHOLE_KEY_BYTES) -> Counter[int]:
+    """The keys of a cell, with their numbers of copies."""
+    return Counter(keys_of(index.packed_keys(cell, width), width, width))
+
+
+def content(place: Place) -> dict[tuple[Tier, int], Counter[int]]:
+    """The keys by tier and group, with their numbers of copies."""
+    width = place.key_bytes or KEY_BYTES
+    return {named: keys_in(place._index, cell, width) for named, cell in place.cells.items()}
 
 
 def tokens(seed: int, blocks: int) -> list[int]:

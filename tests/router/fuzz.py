@@ -31,7 +31,7 @@ from kvplane_fleet.wire import msgpack
 from kvplane_fleet.wire.events import Batch, GroupFormat, Removed, Stored, Tier
 from kvplane_fleet.wire.frames import parse_live, parse_replay
 from kvplane_fleet.wire.msgpack import BatchDecoder
-from tests.router.fleets import DOMAIN, finished, tokens
+from tests.router.fleets import DOMAIN, content, finished, tokens
 
 FOLLOWED = frozenset(inspect.getfile(one) for one in (msgpack, places, domains, index))
 MOST_CORPUS, MOST_BYTES = 2000, 8192  # payloads from which others are made, and the bytes of each
@@ -144,7 +144,7 @@ class Fuzzer:
             for name in ("fuzzed", "other")
         )
         finished(self._other.applying(msgspec.msgpack.encode(SEEDS[0])))
-        self._kept = self._other.content()
+        self._kept = content(self._other)
         self._model: dict[tuple[Tier, int], Counter[int]] = {}
         self._corpus = [msgspec.msgpack.encode(one) for one in SEEDS]
         self._seen = set[tuple[CodeType, int, int]]()
@@ -189,10 +189,10 @@ class Fuzzer:
             finished(self.place.applying(raw))
         self._follow(batch, self.place.faults.counts - before)
         if self.runs % CHECKED == 0:
-            content = {cell: Counter(keys) for cell, keys in self.place.content().items() if keys}
-            assert content == {cell: keys for cell, keys in self._model.items() if keys}, "entries differ"
+            held = {cell: keys for cell, keys in content(self.place).items() if keys}
+            assert held == {cell: keys for cell, keys in self._model.items() if keys}, "entries differ"
         if self.runs % 64 == 0:
-            assert self._other.content() == self._kept, "another place changed"
+            assert content(self._other) == self._kept, "another place changed"
             self._check_frames(raw)
         if not ways.pairs <= self._seen and len(raw) <= MOST_BYTES:
             self._seen |= ways.pairs

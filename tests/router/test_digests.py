@@ -18,7 +18,7 @@ from kvplane_fleet.places import Place
 from kvplane_fleet.settings import PlaceSettings
 from kvplane_fleet.wire.events import Batch, GroupFormat, Removed, Stored, Tier
 from kvplane_tools.cli.child import ServiceChild
-from tests.router.fleets import finished
+from tests.router.fleets import content, finished, keys_in
 from tests.router.test_replicas import KINDS, WITHIN_S, Replicas
 
 PLANTS = {
@@ -47,15 +47,15 @@ async def test_planted_differences_are_found_by_the_next_digest_and_repaired(rep
         assert isinstance(source, ReplicaSource)
         await until(lambda: not source.partial and place.comparisons > 0)
         assert not place.faults.counts
-        before = place.content()
+        before = content(place)
         for number, plant in enumerate(PLANTS.values(), 1):
-            cell, keys = next((cell, [*fleet.index.keys_of(cell)]) for cell in place.cells.values() if place.entries)
+            cell, keys = next((cell, [*keys_in(fleet.index, cell)]) for cell in place.cells.values() if place.entries)
             plant(fleet.index, cell, keys)
-            assert place.content() != before
+            assert content(place) != before
             compared = place.comparisons
             await until(lambda compared=compared: place.comparisons > compared)
             assert place.faults.counts == {Fault.ENTRIES_DIFFER: number}
-            await until(lambda: place.content() == before)
+            await until(lambda: content(place) == before)
         compared = place.comparisons
         await until(lambda: place.comparisons > compared)
         assert place.faults.counts == {Fault.ENTRIES_DIFFER: len(PLANTS)}

@@ -18,6 +18,7 @@ from kvplane_fleet.follow.zmq_source import Timing, ZmqSource
 from kvplane_fleet.settings import PlaceSettings
 from tests.client.proxy import CuttingProxy
 from tests.router.engine import DOMAIN, EngineProcess, batches
+from tests.router.fleets import content as content_of
 from tests.store.servers import free_port
 
 WITHIN_S = 60
@@ -76,8 +77,7 @@ def order_of(fleet, name="a"):
 
 
 def content(fleet, name="a"):
-    place = fleet.followed[name].place
-    return {cell: fleet.index.keys_of(number) for cell, number in place.cells.items()}
+    return content_of(fleet.followed[name].place)
 
 
 async def until(condition):

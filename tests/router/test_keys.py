@@ -20,7 +20,7 @@ from kvplane_fleet.fleet import Fleet, Prompt
 from kvplane_fleet.router.messages import decode_ask, pack_keys
 from kvplane_fleet.settings import PlaceSettings
 from kvplane_fleet.wire.events import KEY_MASK, Tier
-from tests.router.fleets import BLOCK, NO_EVENTS, finished, tokens
+from tests.router.fleets import BLOCK, NO_EVENTS, content, finished, tokens
 
 WHOLE = Domain(HashAlgorithm.SHA256, "", BLOCK, key_bytes=16)
 PROOF, PROMPT = tokens(1, 3), tokens(2, 2)
@@ -105,7 +105,7 @@ def test_an_engine_that_changes_the_width_of_its_keys_is_cleared():
     publish(fleet, "a", event("BlockRemoved", keys[:1]))
     assert (place.entries, place.faults.counts) == (0, {Fault.HASH_CHANGED: 1, Fault.REMOVAL_UNKNOWN: 1})
     publish(fleet, "a", event("BlockStored", keys, PROOF), event("BlockStored", []), event("BlockRemoved", []))
-    assert place.content() == {(Tier.DEVICE, 0): dict.fromkeys(keys, 1)}
+    assert content(place) == {(Tier.DEVICE, 0): dict.fromkeys(keys, 1)}
     publish(fleet, "a", event("BlockStored", [keys[0], digests(PROOF)[0]]))
     assert place.faults.counts[Fault.HASH_INVALID] == 1
 

@@ -13,7 +13,7 @@ from kvplane_fleet.decisions import Event
 from kvplane_fleet.router.messages import encode_decision
 from kvplane_fleet.wire.events import Batch, Removed, Stored, Tier
 from tests.core.builders import full, replica_spec
-from tests.router.fleets import BLOCK, DOMAIN, FULL, GROUPS, WINDOW, Scene, chosen, finished, tokens
+from tests.router.fleets import BLOCK, DOMAIN, FULL, GROUPS, WINDOW, Scene, chosen, content, finished, tokens
 
 PROMPT = tokens(1, 20)
 KEYS = DOMAIN.keys(PROMPT)
@@ -123,7 +123,7 @@ def test_a_life_that_ends_takes_its_tiers_along():
     scene = Scene("a")
     offloads(scene, "a", Tier.HOST, KEYS)
     scene.place("a").clear(life_ended=True)
-    assert scene.place("a").content() == {}
+    assert content(scene.place("a")) == {}
     scene.stores("a", tokens(999, 3))
     assert claim_of(scene, "a").host == 0
 

@@ -19,7 +19,7 @@ from kvplane_fleet.settings import PlaceSettings
 from kvplane_fleet.wire.events import GroupFormat, Removed, Stored, Tier
 from kvplane_fleet.wire.msgpack import BatchDecoder
 from tests.core.specification import specification_of
-from tests.router.fleets import finished
+from tests.router.fleets import content, finished
 from tests.router.publisher import wire_events
 from tests.service.tiered import Served
 
@@ -137,11 +137,11 @@ def test_a_router_takes_no_copy_in_a_tier_for_a_page():
     for tokens in prompts:
         assert place.domain is not None
         (claim,) = claims(place._index, place.domain.keys(tokens), len(tokens), [place.asked()])
-        content = place.content()
+        held = content(place)
         keys = place.domain.keys(tokens)[:3]
         hit = host.replica.lookup(host.replica.digests_of(part_of(NewsRow(0, tokens)).news), "", len(tokens))
         assert claim.tokens == hit.num_tokens
-        only_outside += claim.tokens == 0 and all(key in content[Tier.HOST, 0] for key in keys)
+        only_outside += claim.tokens == 0 and all(key in held[Tier.HOST, 0] for key in keys)
     assert only_outside
 
 

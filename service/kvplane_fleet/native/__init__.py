@@ -9,12 +9,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias
 
-import numpy as np
-
 from kvplane.base.compiled import load
-from kvplane_fleet.index import SWEEP_AT, Found, Index
+from kvplane_fleet.index import Index
 
 VARIABLE = "KVPLANE_NATIVE"
+SWEEP_AT = 1 << 16  # keys without cells, at least, before they are swept
 
 Asked: TypeAlias = tuple[object, Sequence[int], Sequence[int]]  # layout; cells by group; other cells by group, or none
 Row: TypeAlias = tuple[int, tuple[int, ...]]  # tokens of a hit; by group, those of its hit alone
@@ -38,34 +37,21 @@ class NativeIndex:
         self.digest: Callable[[int], tuple[int, int]] = partial(native.digest, index)
         self.add: Callable[[int, Sequence[int]], None] = partial(native.add, index)
         self.remove: Callable[[int, Sequence[int]], int] = partial(native.remove, index)
-        self.keys_of: Callable[[int], dict[int, int]] = partial(native.keys_of, index)
         self.within: Callable[[Sequence[int], int], Sequence[int]] = native.within
         # The hits of a prompt of a number of tokens, whose keys are given, at several places.
         self.claims: Callable[[Sequence[int], int, Sequence[Asked]], list[Row]] = partial(native.claims, index)
 
     @property
     def num_keys(self) -> int:
-        """See Index."""
-        keys: int = self._native.totals(self._index)[0]
+        """See Index. Keys that a clear has left without cells count until they are swept."""
+        keys: int = self._native.num_keys(self._index)
         return keys
-
-    @property
-    def num_sets(self) -> int:
-        """See Index."""
-        sets: int = self._native.totals(self._index)[1]
-        return sets
 
     def packed_keys(self, cell: int, key_bytes: int, first: int = 0, end: int | None = None) -> bytes:
         """See Index."""
         last = self.parts if end is None else end
         packed: bytes = self._native.packed_keys(self._index, cell, key_bytes // 8, first, last)
         return packed
-
-    def find(self, keys: Sequence[int]) -> Found:
-        """See Index."""
-        sets, positions = self._native.find(self._index, keys)
-        bits = [int.from_bytes(one, "little") for one in sets]
-        return Found(bits, np.frombuffer(positions, np.uint32).astype(np.int64))
 
 
 def layout(head: tuple[int, int, int, int, int], classes: Sequence[tuple[object, ...]]) -> object:

@@ -191,13 +191,9 @@ PyObject* Digest(PyObject*, PyObject* arguments) {
     });
 }
 
-// totals(index) -> (keys, sets)
-PyObject* Totals(PyObject*, PyObject* arguments) {
-    return Guarded([&] {
-        const Table& table = TableOf(arguments);
-        const auto keys = static_cast<Py_ssize_t>(table.NumKeys()), sets = static_cast<Py_ssize_t>(table.sets.count());
-        return Py_BuildValue("(nn)", keys, sets);
-    });
+// num_keys(index) -> keys in the table, swept or not
+PyObject* NumKeys(PyObject*, PyObject* arguments) {
+    return Guarded([&] { return PyLong_FromSize_t(TableOf(arguments).NumKeys()); });
 }
 
 // add(index, cell, keys)
@@ -216,20 +212,6 @@ PyObject* Remove(PyObject*, PyObject* arguments) {
         Table& table = TableOf(arguments);
         const std::vector<Key> keys = ReadKeys(At(arguments, 2));
         return PyLong_FromSize_t(table.Remove(CellOf(table, arguments), keys));
-    });
-}
-
-// keys_of(index, cell) -> {key: copies}
-PyObject* KeysOf(PyObject*, PyObject* arguments) {
-    return Guarded([&] {
-        const Table& table = TableOf(arguments);
-        const Halves halves;
-        Owned keys(PyDict_New());
-        table.ForEach(CellOf(table, arguments), [&](Key key, uint64_t copies) {
-            const Owned name(halves.Joined(key)), number(PyLong_FromUnsignedLongLong(copies));
-            if (PyDict_SetItem(keys.get(), name.get(), number.get()) < 0) throw Failed{};
-        });
-        return keys.Release();
     });
 }
 
@@ -266,29 +248,6 @@ PyObject* Within(PyObject*, PyObject* arguments) {
             if (PyList_Append(found.get(), key.get()) < 0) throw Failed{};
         }
         return found.Release();
-    });
-}
-
-// find(index, keys) -> ([little-endian bits of a set, ...], u32 per key: which of them)
-PyObject* Find(PyObject*, PyObject* arguments) {
-    return Guarded([&] {
-        const Table& table = TableOf(arguments);
-        const std::vector<Key> keys = ReadKeys(At(arguments, 1));
-        Owned sets(PyList_New(0));
-        std::unordered_map<Number, uint32_t> numbers;
-        std::vector<uint32_t> positions;
-        for (const Segment& one : table.Find(keys)) {
-            const auto [at, is_new] = numbers.try_emplace(one.set, static_cast<uint32_t>(numbers.size()));
-            if (is_new) {
-                const char* const bits = reinterpret_cast<const char*>(table.sets.bits(one.set));
-                const Owned text(PyBytes_FromStringAndSize(bits, static_cast<Py_ssize_t>(8 * table.sets.words())));
-                if (PyList_Append(sets.get(), text.get()) < 0) throw Failed{};
-            }
-            positions.insert(positions.end(), one.end - one.begin, at->second);
-        }
-        const char* const begin = reinterpret_cast<const char*>(positions.data());
-        const Owned packed(PyBytes_FromStringAndSize(begin, static_cast<Py_ssize_t>(4 * positions.size())));
-        return PyTuple_Pack(2, sets.get(), packed.get());
     });
 }
 
@@ -384,10 +343,9 @@ PyMethodDef kMethods[] = {
     {"new", New, METH_VARARGS, nullptr},          {"new_cell", NewCell, METH_VARARGS, nullptr},
     {"clear", Clear, METH_VARARGS, nullptr},      {"release", Release, METH_VARARGS, nullptr},
     {"digest", Digest, METH_VARARGS, nullptr},    {"size", Size, METH_VARARGS, nullptr},
-    {"totals", Totals, METH_VARARGS, nullptr},
+    {"num_keys", NumKeys, METH_VARARGS, nullptr},
     {"add", Add, METH_VARARGS, nullptr},          {"remove", Remove, METH_VARARGS, nullptr},
     {"packed_keys", PackedKeys, METH_VARARGS, nullptr}, {"within", Within, METH_VARARGS, nullptr},
-    {"keys_of", KeysOf, METH_VARARGS, nullptr},   {"find", Find, METH_VARARGS, nullptr},
     {"layout", MakeLayout, METH_VARARGS, nullptr}, {"claims", Claims, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -50,7 +50,6 @@ class Sets {
     Sets& operator=(const Sets&) = delete;
 
     size_t words() const { return words_; }
-    size_t count() const { return keys_.size() - unused_.size(); }
     size_t numbers() const { return keys_.size(); }
     size_t keys(Number set) const { return keys_[set]; }
     const uint64_t* bits(Number set) const { return &bits_[set * words_]; }
