@@ -13,6 +13,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from kvplane.base.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -105,8 +107,10 @@ def described(client: Client, replicas: Iterable[ReplicaSummary]) -> Iterator[De
             yield client.describe_replica(one.replica)
 
 
-def grpcurl_line(call: Call[Any]) -> str:
-    """Return the grpcurl command line that makes the given call at the given service."""
+def print_call(grpcurl: bool, call: Call[Any]) -> None:
+    """With `grpcurl`, print the grpcurl command line that makes the call at the given service, and end the command."""
+    if not grpcurl:
+        return
     from google.protobuf.json_format import MessageToDict
 
     from kvplane.sansio.owners import Addresses
@@ -114,7 +118,8 @@ def grpcurl_line(call: Call[Any]) -> str:
     body = json.dumps(MessageToDict(call.request, preserving_proto_field_name=True))
     service = Addresses(given().address).services[0]
     target = f"-unix {service.removeprefix('unix:')}" if service.startswith("unix:") else service
-    return f"grpcurl {_grpcurl_access()} -d {shlex.quote(body)} {target} {call.path.lstrip('/')}"
+    print(f"grpcurl {_grpcurl_access()} -d {shlex.quote(body)} {target} {call.path.lstrip('/')}")
+    raise typer.Exit
 
 
 def _grpcurl_access() -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
 import typer
 
 from kvplane.base.errors import FailedPrecondition, InvalidArgument, Unavailable
-from kvplane_tools.cli.client import client_of, grpcurl_line
+from kvplane_tools.cli.client import client_of, print_call
 from kvplane_tools.cli.options import Grpcurl, Replica, Wait, duration
 from kvplane_tools.cli.output import counted, word
 from kvplane_tools.cli.query.prompt import Domain, Lora, Salt, Tokens, content_of
@@ -29,9 +29,7 @@ def deregister_command(replica: Replica, yes: Yes = False, grpcurl: Grpcurl = Fa
     """
     from kvplane.unary import calls
 
-    if grpcurl:
-        print(grpcurl_line(calls.deregister_replica(replica)))
-        return
+    print_call(grpcurl, calls.deregister_replica(replica))
     with client_of() as client:
         answer = client.describe_replica(replica)
         lost = [
@@ -58,9 +56,7 @@ def reset_command(
     """
     from kvplane.unary import calls
 
-    if grpcurl:
-        print(grpcurl_line(calls.reset_prefix_cache(replica)))
-        return
+    print_call(grpcurl, calls.reset_prefix_cache(replica))
     with client_of() as client:
         answer = client.describe_replica(replica)
         lost = [f"{counted(_num_cached(answer), 'key')}: later prompts are computed again"]
@@ -101,9 +97,7 @@ def evict_command(
                 print(f"{replica}: the prompt hits nothing")
                 return
         assert blocks is not None
-        if grpcurl:
-            print(grpcurl_line(calls.evict_blocks(replica, blocks)))
-            return
+        print_call(grpcurl, calls.evict_blocks(replica, blocks))
         answer = client.describe_replica(replica)
         lost = [f"the keys of {counted(len(blocks), 'block')}: later prompts do not hit them"]
         _confirm(f"evict from the prefix cache of {_named(answer)}", lost, yes)
@@ -128,9 +122,7 @@ def prefetch_command(
     from kvplane.unary import calls
 
     content = content_of(tokens, domain, salt, lora)
-    if grpcurl:
-        print(grpcurl_line(calls.prefetch(replica, content, within_s=within)))
-        return
+    print_call(grpcurl, calls.prefetch(replica, content, within_s=within))
     with client_of() as client:
         answer = _changed(partial(client.prefetch, replica, content, within_s=within), wait)
     how = ("", "all that the host lacked", "nothing: it would take too long", "a part: as much as there is room for")
@@ -159,9 +151,7 @@ def retain_command(
     from kvplane.unary import calls
 
     content = content_of(tokens, domain, salt, lora)
-    if grpcurl:
-        print(grpcurl_line(calls.retain(replica, content, ttl_s=ttl, priority=priority)))
-        return
+    print_call(grpcurl, calls.retain(replica, content, ttl_s=ttl, priority=priority))
     with client_of() as client:
         answer = _changed(partial(client.retain, replica, content, ttl_s=ttl, priority=priority), wait)
     left, tokens = counted(answer.left_blocks, "block"), counted(answer.retained_tokens, "token")

@@ -9,7 +9,7 @@ import typer
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.values import UNLIMITED, AdmitStatus
-from kvplane_tools.cli.client import client_of, grpcurl_line
+from kvplane_tools.cli.client import client_of, print_call
 from kvplane_tools.cli.options import TABLE, Grpcurl, Output, Replica, RequestName
 from kvplane_tools.cli.output import age, columns, counted, show, word
 from kvplane_tools.cli.query.prompt import Domain, Lora, Salt, Tokens, content_of
@@ -81,9 +81,7 @@ def explain_command(
             remedy="give exactly one of --request, --block and --tokens",
         )
     what = (request or block) if tokens is None else content_of(tokens, domain, salt, lora)
-    if grpcurl:
-        print(grpcurl_line(calls.explain(replica, what)))
-        return
+    print_call(grpcurl, calls.explain(replica, what))
     with client_of() as client:
         answer = client.explain(replica, what)
     show(answer, output, table=lambda: "\n".join(_changes(answer) if block else _lines(answer)))

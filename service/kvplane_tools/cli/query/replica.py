@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvplane_tools.cli.client import client_of, grpcurl_line, remedies
+from kvplane_tools.cli.client import client_of, print_call, remedies
 from kvplane_tools.cli.options import TABLE, Decisions, Format, Grpcurl, Output, Replica, Shape, Watch, given, size_of
 from kvplane_tools.cli.output import (
     age,
@@ -44,9 +44,7 @@ def describe_command(
     """Show details of a replica: pool, groups, workers, counters, slowest steps."""
     from kvplane.unary import calls
 
-    if grpcurl:
-        print(grpcurl_line(calls.describe_replica(replica)))
-        return
+    print_call(grpcurl, calls.describe_replica(replica))
 
     def one() -> None:
         answer = client.describe_replica(replica)
@@ -235,10 +233,8 @@ def events_command(
     from kvplane.unary import calls
 
     with client_of(with_retries=follow) as client:
-        if grpcurl:
-            request = calls.subscription(replica, after)
-            print(grpcurl_line(calls.Call("/kvplane.v1.Events/Subscribe", request, type(request))))
-            return
+        request = calls.subscription(replica, after)
+        print_call(grpcurl, calls.Call("/kvplane.v1.Events/Subscribe", request, type(request)))
         last = client.describe_replica(replica).event_seq
         after = after if tail is None else max(after, last - tail)
         if not follow and after == last:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from kvplane.base.errors import InvalidArgument, Unavailable
-from kvplane_tools.cli.client import client_of, described, grpcurl_line, remedies
+from kvplane_tools.cli.client import client_of, described, print_call, remedies
 from kvplane_tools.cli.options import FAILED, TABLE, Format, Grpcurl, Once, Output, Svg, Wait, Watch, duration, given
 from kvplane_tools.cli.output import age, columns, last_seen, repeat, show, store_word, text_of, word
 
@@ -31,9 +31,7 @@ def status_command(output: Output = TABLE, watch: Watch = None, grpcurl: Grpcurl
     """Show version, uptime, replicas and telemetry endpoints of a service."""
     from kvplane.unary import calls
 
-    if grpcurl:
-        print(grpcurl_line(calls.status()))
-        return
+    print_call(grpcurl, calls.status())
 
     def one() -> None:
         answer = client.status()
@@ -67,9 +65,7 @@ def replicas_command(output: Output = TABLE, watch: Watch = None, grpcurl: Grpcu
     from kvplane.unary import calls
     from kvplane.v1.allocation_pb2 import ListReplicasResponse
 
-    if grpcurl:
-        print(grpcurl_line(calls.list_replicas(_PAGE, "")))
-        return
+    print_call(grpcurl, calls.list_replicas(_PAGE, ""))
 
     def one() -> None:
         answer = ListReplicasResponse(replicas=client.list_replicas())
@@ -226,9 +222,7 @@ def drain_command(
     """Drain a service: it refuses new sessions, waits until open sessions are closed, then exits. Same as SIGTERM."""
     from kvplane.unary import calls
 
-    if grpcurl:
-        print(grpcurl_line(calls.drain()))
-        return
+    print_call(grpcurl, calls.drain())
     with client_of() as client:
         client.drain()
         print(f"{given().address}: draining", flush=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvplane.base.errors import FailedPrecondition, InvalidArgument, NotFound
-from kvplane_tools.cli.client import client_of, grpcurl_line
+from kvplane_tools.cli.client import client_of, print_call
 from kvplane_tools.cli.options import TABLE, Grpcurl, Limit, Output, Replica, RequestName, Watch
 from kvplane_tools.cli.output import columns, counted, escaped, fields_of, repeat, request_state, show, text_of
 from kvplane_tools.cli.query.prompt import Domain, Lora, Salt, Tokens, content_of
@@ -42,9 +42,7 @@ def lookup_command(
         remedy = "give --tokens, or REPLICA and --request"
         raise InvalidArgument("it is not clear what to look up", field="--tokens", remedy=remedy)
     what = request if tokens is None else content_of(tokens, domain, salt, lora)
-    if grpcurl:
-        print(grpcurl_line(calls.find_cache_hit(replica or "REPLICA", what)))
-        return
+    print_call(grpcurl, calls.find_cache_hit(replica or "REPLICA", what))
 
     def one() -> None:
         names = [replica] if replica else [known.replica for known in client.list_replicas()]
@@ -87,9 +85,7 @@ def requests_command(
     """
     from kvplane.unary import calls
 
-    if grpcurl:
-        print(grpcurl_line(calls.list_requests(replica, limit or _LISTED)))
-        return
+    print_call(grpcurl, calls.list_requests(replica, limit or _LISTED))
 
     def one() -> None:
         answer = client.list_requests(replica, limit or _LISTED)
@@ -128,9 +124,7 @@ def snapshot_command(
     """
     from kvplane.unary import calls
 
-    if grpcurl:
-        print(grpcurl_line(calls.snapshot(replica, summary=not full)))
-        return
+    print_call(grpcurl, calls.snapshot(replica, summary=not full))
     with client_of() as client:
         answer = client.snapshot(replica, summary=not full)
 
