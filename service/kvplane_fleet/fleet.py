@@ -12,11 +12,11 @@ import zmq.asyncio
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.events import domain_mask
 from kvplane.base.step import NO_EXTRA_KEYS, ExtraKeys
-from kvplane.rpc.access import Access
+from kvplane.rpc.access import PLAIN, Access
 from kvplane_fleet.domains import Domain
 from kvplane_fleet.follow.inbox import Inbox
 from kvplane_fleet.follow.order import SourceOrder
-from kvplane_fleet.follow.replica_source import PLAIN, ReplicaSource
+from kvplane_fleet.follow.replica_source import ReplicaSource
 from kvplane_fleet.follow.zmq_source import ZmqSource
 from kvplane_fleet.hits import Asked, Claim, claims
 from kvplane_fleet.index import Index

@@ -17,14 +17,12 @@ from kvplane.base.errors import KvplaneError
 from kvplane.base.events import EventBatch, GroupDigest, domain_mask
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.step import CacheEvent, EventKind
-from kvplane.rpc.access import Access
+from kvplane.rpc.access import PLAIN, Access
 from kvplane_fleet.slices import Sliced
 from kvplane_fleet.wire.events import WHOLE_KEY_BYTES, Batch, Cleared, Event, GroupFormat, Removed, Stored, Tier
 
 RETRY_S = 1.0
 DIGEST_PERIOD_S = 60
-
-PLAIN = Access()
 
 _log = logging.getLogger(__name__)
 

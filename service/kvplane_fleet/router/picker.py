@@ -16,7 +16,6 @@ import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import Protocol
 
 from google.protobuf.struct_pb2 import ListValue, Struct
 
@@ -63,25 +62,13 @@ class Refused(Exception):
         self.status = status
 
 
-class Reports(Protocol):
-    """What takes the reports of booked prompts; see Decisions."""
-
-    def first_token(self, name: str, event: Event) -> str:
-        """The first token has come."""
-        ...
-
-    def ended(self, name: str, event: Event) -> str:
-        """The prompt has ended."""
-        ...
-
-
 class EndpointPicker:
     """Serves the streams of a proxy."""
 
     def __init__(self, fleet: Fleet, decisions: Decisions, decide: Decide, clock: Callable[[], float]) -> None:
         """`decide` scores for the caller's owner; `clock` returns seconds that never decrease."""
-        self._fleet, self._decisions, self._decide = fleet, decisions, decide
-        self.clock, self.reports = clock, decisions
+        self._fleet, self.decisions, self._decide = fleet, decisions, decide
+        self.clock = clock
         self.prompts, self.endpoints = Prompts(fleet), Endpoints(fleet)
         self.room = Room(decisions.settings.max_body_bytes)
 
@@ -121,7 +108,7 @@ class EndpointPicker:
         if not addresses:
             raise Refused(503, "no engine with an address may be chosen")
         if not body:
-            least = sorted(addresses, key=lambda name: self._decisions.work_of(name).in_flight)
+            least = sorted(addresses, key=lambda name: self.decisions.work_of(name).in_flight)
             return None, {name: addresses[name] for name in least[:MAX_ENDPOINTS]}
         try:
             decision = await self._decide(await self._ask(body, visible, addresses))
@@ -268,7 +255,7 @@ class Exchange:
         body = request.response_body
         if self._is_stream and body.body:
             self._is_stream = False
-            self._report(self._picker.reports.first_token, Event(self._picker.clock()))
+            self._report(self._picker.decisions.first_token, Event(self._picker.clock()))
         self._tail = (self._tail + body.body)[-_TAIL:]
         if body.end_of_stream:
             self.end()
@@ -292,7 +279,7 @@ class Exchange:
         self._leave_room()
         if self._decision:
             cached, generated = (last_number(name, self._tail) for name in (b"cached_tokens", b"completion_tokens"))
-            self._report(self._picker.reports.ended, Event(self._picker.clock(), cached, generated or 0))
+            self._report(self._picker.decisions.ended, Event(self._picker.clock(), cached, generated or 0))
         self._decision, self._tail = "", b""
 
     def _report(self, report: Callable[[str, Event], str], event: Event) -> None:

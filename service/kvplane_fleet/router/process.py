@@ -11,11 +11,10 @@ from collections.abc import Callable
 import grpc
 
 from kvplane.base.errors import InternalError, InvalidArgument
-from kvplane.rpc.access import Access
+from kvplane.rpc.access import PLAIN, Access
 from kvplane.v1 import front_ends_pb2, routing_pb2
 from kvplane_fleet.decisions import Decisions
 from kvplane_fleet.fleet import Fleet, following
-from kvplane_fleet.follow.replica_source import PLAIN
 from kvplane_fleet.router import picker, pod_scores
 from kvplane_fleet.router.metrics import RouterCollector
 from kvplane_fleet.router.prober import Prober
