@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
-from torch import Tensor
-
-from kvplane.base.job_table import JobTable
 from kvplane.base.rank_plan import RankPlan
 from kvplane.base.stamp_table import StampTable, table_bytes
 from kvplane.v1 import worker_pb2 as pb
@@ -16,67 +11,13 @@ from kvplane.wire import decode_plan, encode_plan
 from kvplane_worker.lending.holdings import Holdings
 from kvplane_worker.lending.rundir import read_token, run_dir_of
 from kvplane_worker.memory import SharedMemory
-from kvplane_worker.pages import PageBuffers
 from kvplane_worker.rpc import wire
 from kvplane_worker.rpc.client import WorkerClient
 
 
-@dataclass(frozen=True, slots=True)
-class Attached:
-    """The pages of a worker, mapped into this process. The worker and this process see each other's writes.
-
-    The worker lends the pages to this process until the process exits. `close` only unmaps the memory.
-    """
-
-    holdings: Holdings
-
-    @property
-    def plan(self) -> RankPlan:
-        """The memory layout of the pages."""
-        return self.holdings.buffers.plan
-
-    @property
-    def buffers(self) -> PageBuffers:
-        """The tensor views of the pages, per layer."""
-        return self.holdings.buffers
-
-    @property
-    def stamps(self) -> StampTable:
-        """The stamp table of the pages: the version number of each page's content, and the epoch that may write the
-        pages.
-        """
-        return self.holdings.stamps
-
-    @property
-    def records(self) -> memoryview:
-        """The memory for the records of the engine's keys (`KeyRecords`), of an opaque plan; zeroes in new memory."""
-        return self.holdings.records
-
-    @property
-    def jobs(self) -> JobTable | None:
-        """The job table of the worker's movers; None if the replica has no tiers."""
-        return self.holdings.jobs
-
-    @property
-    def staging(self) -> Tensor:
-        """The worker's staging buffer, uint8 [bytes] on the host."""
-        return self.holdings.staging
-
-    def close(self) -> None:
-        """Unmap the memory. Tensors in it must not be used afterwards."""
-        self.holdings.close()
-
-    def __enter__(self) -> Attached:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def attach(where: str | Path, plan_digest: str = "", opaque_plan: RankPlan | None = None) -> Attached:
-    """Map the pages of a worker. This process becomes their only writer until it exits.
+def attach(where: str | Path, plan_digest: str = "", opaque_plan: RankPlan | None = None) -> Holdings:
+    """Map the pages of a worker. This process becomes their only writer until it exits; `close` only unmaps them. The
+    worker and this process see each other's writes.
 
     Args:
         where: the path of the worker's directory, or the worker's address as `DescribeReplica` returns it.
@@ -98,7 +39,7 @@ def attach(where: str | Path, plan_digest: str = "", opaque_plan: RankPlan | Non
     if opaque_plan is not None:
         request.opaque_plan.CopyFrom(encode_plan(opaque_plan))
     answer = _ask(where, request)
-    return Attached(Holdings.map(*wire.decode_attached(answer)))
+    return Holdings.map(*wire.decode_attached(answer))
 
 
 def map_stamps(where: str | Path) -> tuple[StampTable, memoryview]:

@@ -19,7 +19,8 @@ from kvplane.base.key_records import RECORD_BYTES, KeyRecord, KeyRecords
 from kvplane.base.rank_plan import RankPlan
 from kvplane.rank import Rank, RankGroup
 from kvplane_kernels.torch_ops import TorchOps
-from kvplane_worker.attach import Attached, attach
+from kvplane_worker.attach import attach
+from kvplane_worker.lending.holdings import Holdings
 from kvplane_worker.pages import PageMover
 from kvplane_worker.process import WorkerOptions, run
 
@@ -81,7 +82,7 @@ class Hands:
     """The commands of an engine process, with its ranks and its session. Each block is filled with one byte value."""
 
     def __init__(self) -> None:
-        self.attached: list[Attached] = []
+        self.attached: list[Holdings] = []
         self.ranks: list[Rank] = []
         self.session: Any = None
         self.client: Any = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from kvplane.base.errors import (
     WrongPlan,
 )
 from kvplane.v1 import worker_pb2 as pb
-from kvplane_worker.attach import Attached, attach, describe, read_stamps
+from kvplane_worker.attach import attach, describe, read_stamps
+from kvplane_worker.lending.holdings import Holdings
 from kvplane_worker.lending.rundir import RunDir, read_token, run_dir_of
 from kvplane_worker.lending.writer import ProcessName, Writer
 from kvplane_worker.rpc.client import WorkerClient
@@ -76,11 +78,11 @@ def lent(here: World):
 
 @pytest.fixture
 def attached(lent: Lent):
-    with attach(lent.address) as it:
+    with closing(attach(lent.address)) as it:
         yield it
 
 
-def test_attach_maps_the_same_memory(lent: Lent, attached: Attached):
+def test_attach_maps_the_same_memory(lent: Lent, attached: Holdings):
     empty = lent.checksums()
     attached.stamps.begin(1, 0)  # the admission whose pages are written
     attached.stamps.finish()
@@ -98,7 +100,7 @@ def test_attach_maps_the_same_memory(lent: Lent, attached: Attached):
 def test_attach_supports_block_outermost_layout(here: World):
     here.register("blocks", block_outermost=True)
     _, address = here.worker(replica="blocks")
-    with attach(address) as attached:
+    with closing(attach(address)) as attached:
         attached.buffers.attention("f.1").v[3] = 2.0
         page = attached.buffers.memory[3 * 512 : 4 * 512]  # all layers of block 3
         assert page[: 256 + 128].count_nonzero() == 0
@@ -109,7 +111,7 @@ def test_attach_supports_block_outermost_layout(here: World):
     assert sums[0] != sums[1]
 
 
-def test_attached_pages_have_plan_stamps_and_staging(lent: Lent, attached: Attached):
+def test_attached_pages_have_plan_stamps_and_staging(lent: Lent, attached: Holdings):
     described = lent.describe()
     assert attached.plan.digest() == described.worker.plan_digest
     assert attached.stamps.incarnation == attached.buffers.read_incarnation() == described.worker.incarnation
@@ -167,7 +169,7 @@ def test_attach_without_a_worker_is_not_found(tmp_path: Path):
     assert isinstance(refusal(attach, f"unix:{tmp_path}/none/worker.sock"), NotFound)
 
 
-def test_attach_refuses_memory_of_another_incarnation(lent: Lent, attached: Attached):
+def test_attach_refuses_memory_of_another_incarnation(lent: Lent, attached: Holdings):
     attached.buffers.write_incarnation(5)
     error = refusal(attach, lent.address)
     assert (type(error), error.field) == (FailedPrecondition, "incarnation")

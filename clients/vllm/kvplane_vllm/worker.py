@@ -27,7 +27,8 @@ from kvplane.base.rank_plan import RankPlan
 from kvplane.rank import CallersMoves, Rank
 from kvplane_vllm.launch import ATTRIBUTE, Launch
 from kvplane_vllm.options import options_of, worker_addresses
-from kvplane_worker.attach import Attached, attach
+from kvplane_worker.attach import attach
+from kvplane_worker.lending.holdings import Holdings
 
 if platforms.current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
@@ -48,7 +49,7 @@ COLUMNS = 4096  # words per row of a checksum
 class LentPages:
     """The pages of this rank, in the memory of its kvplane worker."""
 
-    def __init__(self, attached: Attached, num_groups: int) -> None:
+    def __init__(self, attached: Holdings, num_groups: int) -> None:
         self._attached = attached
         self._rank = Rank(attached.stamps, CallersMoves(num_groups))
 

@@ -127,6 +127,11 @@ class Holdings:
         return holdings
 
     @property
+    def plan(self) -> RankPlan:
+        """The memory layout of the pages."""
+        return self.buffers.plan
+
+    @property
     def records(self) -> memoryview:
         """The memory behind the stamp table, for the key records of an opaque plan; empty for other plans."""
         stamps = self._memories[1]
