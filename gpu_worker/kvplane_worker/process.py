@@ -188,7 +188,9 @@ class WorkerProcess:
                 where = TierOptions(
                     tiers, options.disk, name, *content, *left, options.most_bytes, assignment.namespace
                 )
-                self._served.movers = start_movers(holdings, where, self._backend.ops)
+                assert holdings.jobs is not None, "the memory was allocated with slots of tiers"
+                memory = holdings.buffers, holdings.stamps, holdings.jobs
+                self._served.movers = start_movers(*memory, where, self._backend.ops)
                 self._peers = PeersOfWorker.of(self._served.movers.tiers, run_dir.path, options.peer_transport)
             self._update_info(state=WorkerState.READY, incarnation=holdings.stamps.incarnation, digest=plan.digest())
         run_dir.forget_left()

@@ -169,11 +169,11 @@ class NoNamespace(CheckedPeers):
     """The namespace that the peer claims is trusted."""
 
     def _is_right(self, content: Content, header: memoryview, payload: memoryview) -> bool:
-        mine, self._namespace = self._namespace, bytes(header[8:24])
+        mine, self.namespace = self.namespace, bytes(header[8:24])
         try:
             return super()._is_right(content, header, payload)
         finally:
-            self._namespace = mine
+            self.namespace = mine
 
 
 class NoChecksum(CheckedPeers):
@@ -183,7 +183,7 @@ class NoChecksum(CheckedPeers):
         peer = self._peer_of(content.slot)
         if peer is None:
             return False
-        identity = self._namespace + peer.incarnation
+        identity = self.namespace + peer.incarnation
         expected = content._replace(identity=identity, tier=HOST, slot=content.slot - peer.first).seal(payload)
         return bytes(header)[:72] == expected[:72]
 

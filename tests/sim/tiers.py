@@ -124,14 +124,14 @@ class SlotRows(Rows):
         return [None if one is None else copy_of(one[1]) for one in held]
 
 
-class SimSlots:
-    """A tier. See `kvplane_worker.tiers.Slots`. A slot is as its seal says, or damaged; a write may be lost."""
+class SimSlots(Slots):
+    """A tier. A slot is as its seal says, or damaged; a write may be lost."""
 
     def __init__(self, spec: TierSpec, rng: Random, pause: Pause, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
         self.spec, self._rng, self._pause = spec, rng, pause
         self.counts = SlotCounts()
-        self.identity = rng.randbytes(16)
+        self.namespace, self.incarnation = b"", rng.randbytes(16)
         self.slots: dict[int, tuple[Content, Page | None]] = {}
         self.damages, self.forgets = rng.choice([0, 0, 0.1]), rng.choice([0, 0, 0.1])
 
@@ -160,23 +160,16 @@ class SimSlots:
             return None
         return SlotRows(self.slots, [content.slot for content in contents])
 
-    def note_unread(self, contents: Sequence[Content]) -> None:
-        self.counts.refused += len(contents)
-
     def held(self, slot: int) -> tuple[int, int]:
         held = self.slots.get(slot)
         return (held[0].group, 1) if held else (0, 1)
-
-    @property
-    def is_suspended(self) -> bool:
-        return False
 
     def close(self, kept: Kept | None = None, erase: bool = False) -> None:
         """See Slots."""
 
     def take_over(self, other: SimSlots) -> None:
         """The disk that another worker had."""
-        self.identity, self.slots = other.identity, other.slots
+        self.incarnation, self.slots = other.incarnation, other.slots
 
     def resemble(self, other: SimSlots) -> None:
         """Have the versions of another memory or disk, and the pages of other slots of the same group."""

@@ -29,9 +29,8 @@ WIDTH = 5000
 def slots(spec, folder=None, width=WIDTH, most=None):
     options = TierOptions((spec,), folder, "w", most_bytes={} if most is None else {spec.kind: most})
     _check_size(options, 0, width)
-    buffers = SimpleNamespace(plan=SimpleNamespace(digest=lambda: "plan"), memory=torch.zeros(1))
-    holdings: Any = SimpleNamespace(buffers=buffers)
-    return _slots(options, 0, width, holdings)
+    buffers: Any = SimpleNamespace(plan=SimpleNamespace(digest=lambda: "plan"), memory=torch.zeros(1))
+    return _slots(options, 0, width, buffers)
 
 
 def names_remedy(error: KvplaneError, field: str) -> None:

@@ -26,7 +26,7 @@ from kvplane.base.stamp_table import StampTable
 from kvplane_worker.memory.folders import WRITE_OF_OTHERS, make_private
 from kvplane_worker.tiers.kept import Kept, kept_of, read_index, remove_index, write_index
 from kvplane_worker.tiers.seal import HEADER_BYTES, IDENTITY_BYTES, Content, held_in
-from kvplane_worker.tiers.slots import ALIGNMENT_BYTES, Fill, SlotCounts, aligned
+from kvplane_worker.tiers.slots import ALIGNMENT_BYTES, Fill, SlotCounts, Slots, aligned
 
 MAGIC = b"kvptier2"
 _EARLIER = b"kvptier1"  # its seals did not name keys: such a file begins empty
@@ -39,7 +39,7 @@ KEYS = ".keys"  # of the file next to one, where a linker names its slots
 _log = logging.getLogger(__name__)
 
 
-class DiskSlots:
+class DiskSlots(Slots):
     """A tier in a file. See `Slots`.
 
     The file begins with a page that names its content, then come the slots: a page with the header, then the payload.
@@ -70,8 +70,7 @@ class DiskSlots:
         self._failures, self._paused_until = 0, 0.0
         self.path = _private(folder) / name
         self._content = _CONTENT.pack(MAGIC, content, spec.num_blocks, self.slot_bytes)
-        self._namespace = content
-        self.incarnation = content
+        self.namespace = self.incarnation = content
         try:
             self._file, self.is_direct = _open(self.path)
         except OSError as error:
@@ -92,11 +91,6 @@ class DiskSlots:
     def number(self) -> int:
         """A number, not 0, that names the content of the file, in stamp tables."""
         return int.from_bytes(self.incarnation[:8], "little") or 1
-
-    @property
-    def identity(self) -> bytes:
-        """As in `Content`."""
-        return self._namespace + self.incarnation
 
     def take_over(self, left: StampTable | None, first: int = 0) -> Kept | None:
         """Return what the file holds for an equal tier: according to its index, else to `left`, the table of a worker

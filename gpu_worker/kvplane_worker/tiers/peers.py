@@ -23,7 +23,7 @@ from kvplane.base.groups import TierSpec
 from kvplane_worker.tiers.arena import PeerMemory, aligned, sizes
 from kvplane_worker.tiers.kept import Kept
 from kvplane_worker.tiers.seal import HEADER_BYTES, IDENTITY_BYTES, Content, held_in, was_written_again
-from kvplane_worker.tiers.slots import Fill, SlotCounts
+from kvplane_worker.tiers.slots import Fill, SlotCounts, Slots
 
 HOST = 0  # number of the host tier of every replica that has a tier of peers
 _FIRST = attrgetter("first")
@@ -44,16 +44,15 @@ class Peer:
     memory: PeerMemory = field(compare=False)
 
 
-class PeerSlots:
+class PeerSlots(Slots):
     """The tier of peers. See `Slots`; nothing is written into it."""
 
     def __init__(self, spec: TierSpec, slot_bytes: int, namespace: bytes = bytes(IDENTITY_BYTES)) -> None:
         """`namespace`: of this worker, as its own host tier has it."""
         self.spec = spec
         self.slot_bytes = aligned(slot_bytes)
-        self.identity = namespace + bytes(IDENTITY_BYTES)
+        self.namespace, self.incarnation = namespace, bytes(IDENTITY_BYTES)
         self.counts = SlotCounts()
-        self._namespace = namespace
         self._peers: tuple[Peer, ...] = ()  # replaced as a whole: movers read it
         self._threads = threading.local()
 
@@ -103,7 +102,7 @@ class PeerSlots:
         peer = self._peer_of(content.slot)
         if peer is None:
             return None
-        identity, slot = self._namespace + peer.incarnation, content.slot - peer.first
+        identity, slot = self.namespace + peer.incarnation, content.slot - peer.first
         return content._replace(identity=identity, tier=HOST, slot=slot)
 
     def _is_right(self, content: Content, header: memoryview, payload: memoryview) -> bool:
@@ -139,11 +138,6 @@ class PeerSlots:
         if buffer is None or buffer.numel() < size:
             buffer = self._threads.buffer = torch.empty(size, dtype=torch.uint8)
         return _bytes_of(buffer[:first]), buffer[first:size].view(count, num_bytes)
-
-    @property
-    def is_suspended(self) -> bool:
-        """Never: a peer that is gone is not read."""
-        return False
 
     def held(self, slot: int) -> tuple[int, int]:
         """See `Slots.held`."""

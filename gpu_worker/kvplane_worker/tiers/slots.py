@@ -46,16 +46,20 @@ class Slots(Protocol):
         spec: kind and number of slots.
         slot_bytes: room for the payload of a slot.
         counts: what happened.
-        identity: names the meaning of the bytes and the memory, as in `Content`.
+        namespace: 16 bytes that name what gives the bytes their meaning.
+        incarnation: 16 bytes that name the memory, or the content of the file.
     """
 
     spec: TierSpec
     slot_bytes: int
     counts: SlotCounts
+    namespace: bytes
+    incarnation: bytes
 
     @property
     def identity(self) -> bytes:
-        """See the class."""
+        """As in `Content`."""
+        return self.namespace + self.incarnation
 
     def write(self, contents: Sequence[Content], num_bytes: int, fill: Fill) -> list[bool]:
         """Let `fill` write the payloads of consecutive slots, uint8 [len(contents), num_bytes], and seal those whose
@@ -69,10 +73,12 @@ class Slots(Protocol):
 
     def note_unread(self, contents: Sequence[Content]) -> None:
         """Count the slots that the last `read` of this thread did not return, by the reason."""
+        self.counts.refused += len(contents)
 
     @property
     def is_suspended(self) -> bool:
-        """Whether a disk that fails is left alone for a while."""
+        """Whether a disk that fails is left alone for a while. Nothing else fails."""
+        return False
 
     def held(self, slot: int) -> tuple[int, int]:
         """Return group and bytes of what the slot says that it holds, unverified."""
@@ -100,8 +106,8 @@ def use_of(tier: Slots) -> TierUse:
     )
 
 
-class HostSlots:
-    """A tier in host memory. See `Slots`."""
+class HostSlots(Slots):
+    """A tier in host memory."""
 
     def __init__(self, spec: TierSpec, slot_bytes: int, device: str, namespace: bytes = bytes(IDENTITY_BYTES)) -> None:
         """Allocate the slots, zeroed; a GPU `device` copies from and to them without the processor. `namespace`: names
@@ -113,7 +119,7 @@ class HostSlots:
         self.spec = spec
         self.slot_bytes = aligned(slot_bytes)
         self.counts = SlotCounts()
-        self.identity = namespace + secrets.token_bytes(IDENTITY_BYTES)  # no slot outlives this memory
+        self.namespace, self.incarnation = namespace, secrets.token_bytes(IDENTITY_BYTES)  # no slot outlives it
         size, free = spec.num_blocks * self.slot_bytes, int(free_host_bytes() * MOST_OF_FREE)
         if size > free:
             raise OutOfMemory(
@@ -126,11 +132,6 @@ class HostSlots:
         self._view, self._headers = self.arena.rows, self.arena.headers
         self._rows = torch.frombuffer(self._view, dtype=torch.uint8).view(spec.num_blocks, self.slot_bytes)
         pin_host_memory(self._rows, device)
-
-    @property
-    def incarnation(self) -> bytes:
-        """16 bytes that name this memory."""
-        return self.identity[IDENTITY_BYTES:]
 
     def write(self, contents: Sequence[Content], num_bytes: int, fill: Fill) -> list[bool]:
         """See `Slots.write`."""
@@ -150,15 +151,6 @@ class HostSlots:
                 return None
         first = contents[0].slot
         return self._rows[first : first + len(contents), :num_bytes]
-
-    def note_unread(self, contents: Sequence[Content]) -> None:
-        """See `Slots.note_unread`."""
-        self.counts.refused += len(contents)
-
-    @property
-    def is_suspended(self) -> bool:
-        """Never: memory does not fail."""
-        return False
 
     def held(self, slot: int) -> tuple[int, int]:
         """See `Slots.held`."""

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import Protocol
 
 from kvplane.base.errors import InvalidArgument, OutOfMemory
 from kvplane.base.groups import TierKind, TierSpec
@@ -27,22 +26,6 @@ from kvplane_worker.tiers.slots import HostSlots, Slots
 MOST_AT_ONCE = 0x7FFFF000  # bytes that Linux reads or writes in one call
 
 _log = logging.getLogger(__name__)
-
-
-class TierMemory(Protocol):
-    """What movers need of a rank's memory: its pages, their stamp table, and the job table. `Holdings` has it."""
-
-    @property
-    def buffers(self) -> PageBuffers:
-        """The pages."""
-
-    @property
-    def stamps(self) -> StampTable:
-        """The stamps of pages and slots."""
-
-    @property
-    def jobs(self) -> JobTable | None:
-        """The jobs; there is a table where there are tiers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +60,7 @@ class TierOptions:
         return blake2b(named, digest_size=IDENTITY_BYTES, person=b"kvplane slots").digest()
 
 
-def start_movers(memory: TierMemory, options: TierOptions, ops: PageOps) -> Movers:
+def start_movers(pages: PageBuffers, stamps: StampTable, jobs: JobTable, options: TierOptions, ops: PageOps) -> Movers:
     """Allocate the slots of all tiers of a replica, and start the movers between them and the pages.
 
     Raises:
@@ -87,21 +70,19 @@ def start_movers(memory: TierMemory, options: TierOptions, ops: PageOps) -> Move
         WorkerExists: another worker uses the file of a disk tier.
         PermissionDenied: other users can write to the folder of a disk tier, or replace it.
     """
-    pages = memory.buffers
-    assert memory.jobs is not None, "the memory was allocated with tiers"
     width = max(pages.group(group).bytes_per_block for group in range(pages.num_groups))
     with ExitStack() as cleanup:
         slots, first = list[Slots](), pages.num_blocks
         for index, spec in enumerate(options.specs):
             _check_size(options, index, width)
-            made = _slots(options, index, width, memory)
+            made = _slots(options, index, width, pages)
             slots.append(made)
             cleanup.callback(made.close)
             if isinstance(made, DiskSlots):
-                _take_over(made, first, memory.stamps, options)
+                _take_over(made, first, stamps, options)
             first += spec.num_blocks
         cleanup.pop_all()
-    return Movers(MoverMemory(pages, memory.stamps, slots), ops, memory.jobs)
+    return Movers(MoverMemory(pages, stamps, slots), ops, jobs)
 
 
 def _check_size(options: TierOptions, index: int, width: int) -> None:
@@ -127,13 +108,13 @@ def _check_size(options: TierOptions, index: int, width: int) -> None:
         )
 
 
-def _slots(options: TierOptions, index: int, width: int, memory: TierMemory) -> Slots:
-    spec, namespace = options.specs[index], options.namespace_of(memory.buffers.plan.digest())
+def _slots(options: TierOptions, index: int, width: int, pages: PageBuffers) -> Slots:
+    spec, namespace = options.specs[index], options.namespace_of(pages.plan.digest())
     if spec.kind is TierKind.HOST:
-        return HostSlots(spec, width, str(memory.buffers.memory.device), namespace)
+        return HostSlots(spec, width, str(pages.memory.device), namespace)
     if spec.kind is TierKind.PEERS:
         return PeerSlots(spec, width, namespace)
-    return _disk(options, index, width, memory)
+    return _disk(options, index, width, pages)
 
 
 def _take_over(slots: DiskSlots, first: int, stamps: StampTable, options: TierOptions) -> None:
@@ -150,8 +131,8 @@ def _take_over(slots: DiskSlots, first: int, stamps: StampTable, options: TierOp
     stamps.name_disks(slots.number)  # an empty file has another
 
 
-def _disk(options: TierOptions, index: int, width: int, memory: TierMemory) -> DiskSlots:
-    spec, plan = options.specs[index], memory.buffers.plan.digest()
+def _disk(options: TierOptions, index: int, width: int, pages: PageBuffers) -> DiskSlots:
+    spec, plan = options.specs[index], pages.plan.digest()
     if options.disk is None:
         raise InvalidArgument(
             "the replica has a disk tier, and this worker has no disk",

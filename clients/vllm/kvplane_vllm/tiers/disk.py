@@ -28,15 +28,6 @@ _log = logging.getLogger("vllm.kvplane")
 
 
 @dataclass(frozen=True, slots=True)
-class RankMemory:
-    """What the movers need."""
-
-    buffers: PageBuffers
-    stamps: StampTable
-    jobs: JobTable
-
-
-@dataclass(frozen=True, slots=True)
 class DiskOptions:
     """Where the disk of a rank is, and what it holds.
 
@@ -75,7 +66,7 @@ class Disk:
             self.stamps = StampTable.create(memory.view, num_ids, secrets.randbits(64) or 1)
             left = (run_dir.left, run_dir.forget_left) if self._keeps else (b"", run_dir.forget_left)
             where = TierOptions(options.specs, options.folder, options.name, options.content, options.rank, *left)
-            self._movers: Movers = start_movers(RankMemory(buffers, self.stamps, jobs), where, ops)
+            self._movers: Movers = start_movers(buffers, self.stamps, jobs, where, ops)
             undo.pop_all()
 
     def close(self) -> None:
