@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import deque
+from dataclasses import asdict, replace
 from io import StringIO
 from typing import Any
 
@@ -15,6 +16,7 @@ from kvplane_tools.cli.replay.engines import Pace
 from kvplane_tools.cli.views import panels
 from kvplane_tools.cli.views.samples import Pool, Sample, Trend
 from kvplane_tools.replay.engine import TOO_LONG
+from kvplane_tools.replay.fleet import Progress
 from kvplane_tools.replay.plan import CostModel
 from kvplane_tools.replay.summary import Refusal, ServiceCounts, Summary, Tally
 from tests.service.replaying import SPECS
@@ -28,9 +30,9 @@ COUNTS = ServiceCounts(
     queried_tokens=400,
     hit_tokens=100,
     granted_tokens=310,
-    allocated_blocks=(20, 21),
-    hit_blocks=(4, 5),
-    evicted_blocks=(6, 7),
+    allocated_blocks=[20, 21],
+    hit_blocks=[4, 5],
+    evicted_blocks=[6, 7],
 )
 SAMPLE = Sample(
     model="gpt-oss-120b",
@@ -38,21 +40,13 @@ SAMPLE = Sample(
     free_blocks=649,
     num_blocks=1000,
     counts=COUNTS,
-    hit_shares=(0.0, 0.5, 1.0),
-    steps_per_s=12.0,
-    completed=3,
-    running=2,
-    waiting=1,
-    virtual_s=9.0,
+    trend=Trend(deque((0.0, 0.5, 1.0)), steps_per_s=12.0),
+    progress=Progress(read=6, completed=3, refused=0, running=2, waiting=1, steps=10, clock_ns=9_000_000_000),
 )
 
 
 def counted(counts: ServiceCounts) -> Tally:
-    tally = Tally(num_groups=2)
-    for name in ServiceCounts.__slots__:
-        value = getattr(counts, name)
-        setattr(tally, name, list(value) if isinstance(value, tuple) else value)
-    return tally
+    return Tally(num_groups=2, **asdict(counts))
 
 
 def summary(**changes) -> Summary:
@@ -90,14 +84,14 @@ def test_equal_counts_of_engine_and_service_are_no_difference():
 @pytest.mark.parametrize("name", ServiceCounts.__slots__)
 def test_a_difference_in_any_counter_is_reported(name):
     value = getattr(COUNTS, name)
-    other = (*value[:1], sum(value[1:]) + 1) if isinstance(value, tuple) else value + 1
+    other = [*value[:1], sum(value[1:]) + 1] if isinstance(value, list) else value + 1
     changed: dict[str, Any] = {name: other}
     (complaint,) = summary(counts=replace(COUNTS, **changed)).disagreements()
     assert complaint.startswith(f"{name}: the service counts {other}")
 
 
 def test_evictions_are_compared_only_if_the_engine_counts_them():
-    without_events = counted(replace(COUNTS, evicted_blocks=(0, 0)))
+    without_events = counted(replace(COUNTS, evicted_blocks=[0, 0]))
     assert summary(tally=without_events, counts_evictions=False).disagreements() == []
     assert len(summary(tally=without_events, counts_evictions=True).disagreements()) == 1
 
@@ -107,8 +101,8 @@ def test_a_lost_request_is_reported():
 
 
 def test_counts_of_replicas_are_summed():
-    twice = COUNTS + COUNTS
-    assert (twice.steps, twice.hit_blocks) == (20, (8, 10))
+    twice = replace(COUNTS).add(COUNTS)
+    assert (twice.steps, twice.hit_blocks) == (20, [8, 10])
     assert summary(counts=twice, tally=counted(twice)).disagreements() == []
 
 

@@ -98,7 +98,7 @@ class Fleet:
     def tally(self) -> Tally:
         """Return the sum of the counts of all engines."""
         first = self.engines[0].tally
-        total = Tally(first.num_groups, first.num_tiers)
+        total = Tally(num_groups=first.num_groups, num_tiers=first.num_tiers)
         for engine in self.engines:
             total.add(engine.tally)
         return total

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import reduce
-from operator import add
 from types import TracebackType
 
 from kvplane.blocking.client import Client
@@ -73,7 +72,7 @@ class ReplayRun:
             requests=progress.read,
             completed=progress.completed,
             refusals=[refusal for engine in self.fleet.engines for refusal in engine.refusals],
-            counts=reduce(add, map(counts_of, described)),
+            counts=reduce(ServiceCounts.add, map(counts_of, described)),
             tally=self.fleet.tally(),
             counts_evictions=self._plan.with_events,
             virtual_ns=progress.clock_ns,
@@ -111,8 +110,8 @@ def counts_of(described: DescribeReplicaResponse) -> ServiceCounts:
         queried_tokens=counters.queried_tokens,
         hit_tokens=counters.hit_tokens,
         granted_tokens=counters.granted_tokens,
-        allocated_blocks=tuple(group.allocated_blocks for group in groups),
-        hit_blocks=tuple(group.hit_blocks for group in groups),
-        evicted_blocks=tuple(group.evicted_blocks for group in groups),
-        tier_hit_tokens=tuple(tier.hit_tokens for tier in described.tiers),
+        allocated_blocks=[group.allocated_blocks for group in groups],
+        hit_blocks=[group.hit_blocks for group in groups],
+        evicted_blocks=[group.evicted_blocks for group in groups],
+        tier_hit_tokens=[tier.hit_tokens for tier in described.tiers],
     )

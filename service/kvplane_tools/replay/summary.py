@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Self
 
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.step import EVICTIONS, AdmitStatus, Blocks, EventKind, Part, PartResult
@@ -25,47 +25,82 @@ class Refusal:
 
 
 @dataclass(slots=True)
-class Tally:
-    """The counts of one engine. They never decrease. Lists have one entry per KV cache group.
+class ServiceCounts:
+    """The counters of one replica, or their sum over several. Lists have one entry per KV cache group, or per tier.
 
     Attributes:
-        num_groups, num_tiers: number of KV cache groups, and of tiers.
-        steps, rows: steps sent, and rows (operations on one request) of their facts, news, run and admit sections.
-        messages: messages sent and received.
-        admitted, resumed: granted admissions, and those of them that followed a preemption.
+        steps: steps sent.
+        admitted: granted admissions.
         ended, preempted: requests that completed or were refused; requests that lost their blocks.
         refused: admissions for which there were too few blocks.
         queried_tokens, hit_tokens: tokens of granted admissions, and those of them that were cached.
-        resumed_hit_tokens: those of hit_tokens whose admission followed a preemption.
         granted_tokens: tokens scheduled.
         allocated_blocks, hit_blocks: new blocks, and cached blocks that admissions used.
-        evicted_blocks: keys removed because their block was allocated again, counted from cache events; 0 without
-            events.
-        prompt_tokens, generated_tokens: tokens of the requests that were completed.
+        evicted_blocks: keys removed because their block was allocated again; an engine counts them from cache events, 0
+            without events.
         tier_hit_tokens: tokens by which loads made hits longer, by the farthest tier that the load reads.
-        tier_writes: blocks whose copy into each tier was ordered.
     """
 
-    num_groups: int
-    num_tiers: int = 0
     steps: int = 0
-    rows: int = 0
-    messages: int = 0
     admitted: int = 0
-    resumed: int = 0
     ended: int = 0
     preempted: int = 0
     refused: int = 0
     queried_tokens: int = 0
     hit_tokens: int = 0
-    resumed_hit_tokens: int = 0
     granted_tokens: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
     allocated_blocks: list[int] = field(default_factory=list)
     hit_blocks: list[int] = field(default_factory=list)
     evicted_blocks: list[int] = field(default_factory=list)
     tier_hit_tokens: list[int] = field(default_factory=list)
+
+    @property
+    def hit_share(self) -> float:
+        """The share of the looked-up tokens that were cached, 0 to 1."""
+        return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0
+
+    @property
+    def evicted(self) -> int:
+        """The number of cache keys (hashes of cached blocks) that were evicted because their block was allocated again,
+        over all groups.
+        """
+        return sum(self.evicted_blocks)
+
+    def add(self, other: Self) -> Self:
+        """Add the counts of another replica with the same groups; returns these counts."""
+        for one in fields(self):
+            mine, theirs = getattr(self, one.name), getattr(other, one.name)
+            if one.name in ("num_groups", "num_tiers"):
+                assert mine == theirs, "replicas of one fleet have equal groups"
+            elif isinstance(mine, list):
+                setattr(self, one.name, [a + b for a, b in zip(mine, theirs, strict=True)])
+            else:
+                setattr(self, one.name, mine + theirs)
+        return self
+
+
+@dataclass(slots=True)
+class Tally(ServiceCounts):
+    """The counts of one engine, which has counted the same itself, and more. They never decrease.
+
+    Attributes:
+        num_groups, num_tiers: number of KV cache groups, and of tiers.
+        rows: rows (operations on one request) of the facts, news, run and admit sections of the steps.
+        messages: messages sent and received.
+        resumed: granted admissions that followed a preemption.
+        resumed_hit_tokens: those of hit_tokens whose admission followed a preemption.
+        prompt_tokens, generated_tokens: tokens of the requests that were completed.
+        tier_writes: blocks whose copy into each tier was ordered.
+    """
+
+    num_groups: int = 0
+    num_tiers: int = 0
+    rows: int = 0
+    messages: int = 0
+    resumed: int = 0
+    resumed_hit_tokens: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
     tier_writes: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -117,17 +152,6 @@ class Tally:
         for _, group, count in _real_blocks(answer.tables):
             self.hit_blocks[group] += count
 
-    def add(self, other: Tally) -> None:
-        """Add the counts of another engine with the same groups."""
-        for name in self.__slots__:
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if name in ("num_groups", "num_tiers"):
-                assert mine == theirs, "engines of one fleet have equal groups"
-            elif isinstance(mine, list):
-                setattr(self, name, [a + b for a, b in zip(mine, theirs, strict=True)])
-            else:
-                setattr(self, name, mine + theirs)
-
 
 def _real_blocks(blocks: Blocks) -> Iterator[tuple[int, int, int]]:
     """Yield (row, group, number of blocks), without null blocks (placeholders that have no memory), for each list of
@@ -137,46 +161,6 @@ def _real_blocks(blocks: Blocks) -> Iterator[tuple[int, int, int]]:
     for row, group, count in zip(blocks.row, blocks.group, blocks.count, strict=True):
         yield row, group, count - blocks.ids[start : start + count].count(0)
         start += count
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceCounts:
-    """The service's counters of one replica, or their sum over several replicas. Tuples have an entry per KV cache
-    group.
-    """
-
-    steps: int
-    admitted: int
-    ended: int
-    preempted: int
-    refused: int
-    queried_tokens: int
-    hit_tokens: int
-    granted_tokens: int
-    allocated_blocks: tuple[int, ...]
-    hit_blocks: tuple[int, ...]
-    evicted_blocks: tuple[int, ...]
-    tier_hit_tokens: tuple[int, ...] = ()
-
-    def __add__(self, other: ServiceCounts) -> ServiceCounts:
-        return ServiceCounts(
-            steps=self.steps + other.steps,
-            admitted=self.admitted + other.admitted,
-            ended=self.ended + other.ended,
-            preempted=self.preempted + other.preempted,
-            refused=self.refused + other.refused,
-            queried_tokens=self.queried_tokens + other.queried_tokens,
-            hit_tokens=self.hit_tokens + other.hit_tokens,
-            granted_tokens=self.granted_tokens + other.granted_tokens,
-            allocated_blocks=_sums(self.allocated_blocks, other.allocated_blocks),
-            hit_blocks=_sums(self.hit_blocks, other.hit_blocks),
-            evicted_blocks=_sums(self.evicted_blocks, other.evicted_blocks),
-            tier_hit_tokens=_sums(self.tier_hit_tokens, other.tier_hit_tokens),
-        )
-
-
-def _sums(mine: tuple[int, ...], theirs: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(a + b for a, b in zip(mine, theirs, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,23 +202,11 @@ class Summary:
         return self.virtual_ns / NS_PER_SECOND
 
     @property
-    def hit_share(self) -> float:
-        """The share of the looked-up tokens that were cached, 0 to 1."""
-        return self.counts.hit_tokens / self.counts.queried_tokens if self.counts.queried_tokens else 0.0
-
-    @property
     def tier_shares(self) -> dict[str, float]:
-        """The part of `hit_share` that loads added, by tier."""
+        """The part of the hit share that loads added, by tier."""
         queried = max(1, self.counts.queried_tokens)
         tiers = zip(self.spec.tiers, self.counts.tier_hit_tokens, strict=True)
         return {tier.kind.value: tokens / queried for tier, tokens in tiers}
-
-    @property
-    def evicted(self) -> int:
-        """The number of cache keys (hashes of cached blocks) that were evicted because their block was allocated again,
-        over all groups.
-        """
-        return sum(self.counts.evicted_blocks)
 
     def refused_by_reason(self) -> dict[str, int]:
         """Return the number of refused requests by reason, most frequent first."""
@@ -247,11 +219,11 @@ class Summary:
     def _disagreements(self) -> Iterator[str]:
         if self.completed + len(self.refusals) != self.requests:
             yield f"{self.completed} completed and {len(self.refusals)} refused are not {self.requests} requests"
-        for name in ServiceCounts.__slots__:
+        for name in (one.name for one in fields(ServiceCounts)):
             if name == "evicted_blocks" and not self.counts_evictions:
                 continue
             ours, theirs = getattr(self.tally, name), getattr(self.counts, name)
-            if (tuple(ours) if isinstance(ours, list) else ours) != theirs:
+            if ours != theirs:
                 yield f"{name}: the service counts {theirs}, the engine {ours}"
 
     def as_json(self) -> dict[str, Any]:

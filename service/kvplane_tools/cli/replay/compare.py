@@ -117,7 +117,7 @@ def comparison(outcomes: Sequence[Compared]) -> str:
     for one in outcomes:
         summary = one.summary
         memory = f"{POOLS[summary.model] >> 30} GiB"
-        counts = (f"{summary.hit_share:.0%}", f"{one.at_once}", f"{summary.counts.granted_tokens:,}")
+        counts = (f"{summary.counts.hit_share:.0%}", f"{one.at_once}", f"{summary.counts.granted_tokens:,}")
         rows.append((summary.model, memory, one.cache.value, *counts))
     return columns(rows)
 
@@ -126,10 +126,11 @@ def conclusion(outcomes: Sequence[Compared]) -> Iterator[str]:
     """Yield a sentence per model that says what the table shows."""
     for model in POOLS:
         hybrid, uniform, none = (next(one for one in outcomes if _is(one, model, cache)) for cache in Cache)
-        times = none.summary.counts.granted_tokens / max(1, hybrid.summary.counts.granted_tokens)
+        counts = hybrid.summary.counts
+        times = none.summary.counts.granted_tokens / max(1, counts.granted_tokens)
         yield (
-            f"{model}: a hybrid cache hits {hybrid.summary.hit_share:.0%} of the tokens and runs {hybrid.at_once} "
-            f"requests at once, a uniform one of the same size {uniform.summary.hit_share:.0%} and {uniform.at_once}; "
+            f"{model}: a hybrid cache hits {counts.hit_share:.0%} of the tokens and runs {hybrid.at_once} requests "
+            f"at once, a uniform one of the same size {uniform.summary.counts.hit_share:.0%} and {uniform.at_once}; "
             f"without a prefix cache {times:.1f} times as many tokens are computed."
         )
 

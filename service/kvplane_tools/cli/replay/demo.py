@@ -147,7 +147,8 @@ def _watch(engines: Engines, samplers: Sequence[Sampler], show: Show, svg: Path 
         is_over = engines.wait(_VIEW_INTERVAL_S)
         samples = [sampler.sample(time.monotonic()) for sampler in samplers]
         show(samples, is_over)
-        if svg is not None and sum(one.completed for one in samples) >= _PICTURE_AT * NUM_REQUESTS * len(MODELS):
+        completed = sum(one.progress.completed for one in samples)
+        if svg is not None and completed >= _PICTURE_AT * NUM_REQUESTS * len(MODELS):
             svg.write_text(picture(samples, "kvplane demo"), encoding="utf-8")
             svg = None
 
@@ -181,7 +182,7 @@ def complaints(summary: Summary) -> list[str]:
     counts = summary.counts
     seen = {
         "hit": counts.hit_tokens,
-        "eviction": summary.evicted,
+        "eviction": counts.evicted,
         "preemption": counts.preempted,
         "completed request": summary.completed,
     }

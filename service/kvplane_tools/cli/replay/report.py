@@ -58,7 +58,7 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
         ("prompt tokens", f"{summary.tally.prompt_tokens:,}"),
         ("generated tokens", f"{summary.tally.generated_tokens:,}"),
         ("looked up tokens", f"{counts.queried_tokens:,}"),
-        ("hit tokens", f"{counts.hit_tokens:,} ({summary.hit_share:.1%})"),
+        ("hit tokens", f"{counts.hit_tokens:,} ({summary.counts.hit_share:.1%})"),
         *(
             (f"copied into {tier.kind.value}", f"{count:,} blocks")
             for tier, count in zip(summary.spec.tiers, summary.tally.tier_writes, strict=True)
@@ -100,7 +100,7 @@ def refusal_lines(summary: Summary) -> list[str]:
     return [*lines, f"refused {more:,} more; -o json lists all of them"] if more > 0 else lines
 
 
-def _numbers(values: tuple[int, ...]) -> str:
+def _numbers(values: Sequence[int]) -> str:
     return " ".join(f"{value:,}" for value in values)
 
 
@@ -108,8 +108,8 @@ def summary_lines(summaries: Sequence[Summary]) -> list[str]:
     """Return the outcomes, a line for each model, as counted by the service."""
     return [
         f"{summary.model}: {summary.completed:,} requests, {summary.counts.hit_tokens:,} hit tokens "
-        f"({summary.hit_share:.0%}), {summary.evicted:,} evictions, {summary.counts.preempted:,} preemptions, "
-        f"{summary.counts.steps:,} steps"
+        f"({summary.counts.hit_share:.0%}), {summary.counts.evicted:,} evictions, "
+        f"{summary.counts.preempted:,} preemptions, {summary.counts.steps:,} steps"
         for summary in summaries
     ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from io import StringIO
 
 from rich import box
@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvplane_tools.cli.views.samples import Pool, Sample
+from kvplane_tools.replay.plan import NS_PER_SECOND
 
 PANEL_WIDTH = 58
 _PANEL_HEIGHT = 11  # of a panel with four kinds of groups, the most that a model of the demo has
@@ -59,25 +60,26 @@ def _rows(samples: Sequence[Sample]) -> RenderableType:
     for heading in ("model", "pool", "hit", "", "evicted", "preempted", "steps/s"):
         drawn.add_column(heading, no_wrap=True)
     for sample in samples:
-        counts = (f"{sample.evicted:,}", f"{sample.counts.preempted:,}", f"{sample.steps_per_s:,.0f}")
-        hits = Text(spark(sample.hit_shares, 8), style="cyan")
-        drawn.add_row(sample.model, bar(sample.held_share, 8), f"{sample.hit_share:.0%}", hits, *counts)
+        counts = (f"{sample.counts.evicted:,}", f"{sample.counts.preempted:,}", f"{sample.trend.steps_per_s:,.0f}")
+        hits = Text(spark(sample.trend.hit_shares, 8), style="cyan")
+        drawn.add_row(sample.model, bar(sample.held_share, 8), f"{sample.counts.hit_share:.0%}", hits, *counts)
     return drawn
 
 
 def panel(sample: Sample) -> Panel:
     """Return the terminal panel of one model: pool, hits, evictions, preemptions and requests."""
+    traffic_s = sample.progress.clock_ns / NS_PER_SECOND
     return Panel(
         Group(
             pool_table(sample.pools, sample.free_blocks, sample.num_blocks - 1),
             Text(),
-            hit_line(sample.counts.hit_tokens, sample.hit_share, sample.hit_shares),
+            hit_line(sample.counts.hit_tokens, sample.counts.hit_share, sample.trend.hit_shares),
             _losses(sample),
             _requests(sample),
         ),
         title=f"[bold]{sample.model}[/]",
         title_align="left",
-        subtitle=f"{sample.steps_per_s:,.0f} steps/s · {sample.virtual_s:,.0f} s of traffic",
+        subtitle=f"{sample.trend.steps_per_s:,.0f} steps/s · {traffic_s:,.0f} s of traffic",
         subtitle_align="right",
         box=box.ROUNDED,
         width=PANEL_WIDTH,
@@ -86,16 +88,17 @@ def panel(sample: Sample) -> Panel:
 
 def line(sample: Sample) -> str:
     """Return the sample of one model as a line of text."""
+    counts, now = sample.counts, sample.progress
     return (
-        f"{sample.model:<14} {sample.completed:>5,} done {sample.running:>3} running {sample.waiting:>3} waiting"
-        f" | pool {sample.held_share:4.0%} held | hit {sample.hit_share:4.0%} of tokens"
-        f" | {sample.evicted:,} evicted {sample.counts.preempted:,} preempted | {sample.steps_per_s:,.0f} steps/s"
+        f"{sample.model:<14} {now.completed:>5,} done {now.running:>3} running {now.waiting:>3} waiting"
+        f" | pool {sample.held_share:4.0%} held | hit {counts.hit_share:4.0%} of tokens"
+        f" | {counts.evicted:,} evicted {counts.preempted:,} preempted | {sample.trend.steps_per_s:,.0f} steps/s"
     )
 
 
-def spark(shares: Sequence[float], cells: int = _SPARK_CELLS) -> str:
+def spark(shares: Iterable[float], cells: int = _SPARK_CELLS) -> str:
     """Return a spark line of values from 0 to 1, the latest on the right."""
-    last = shares[-cells:]
+    last = list(shares)[-cells:]
     return "".join(_SPARKS[min(len(_SPARKS) - 1, int(share * len(_SPARKS)))] for share in last)
 
 
@@ -121,7 +124,7 @@ def pool_table(pools: Sequence[Pool], free_blocks: int, usable: int) -> Table:
     return grid
 
 
-def hit_line(hit_tokens: int, share: float, shares: Sequence[float]) -> Text:
+def hit_line(hit_tokens: int, share: float, shares: Iterable[float]) -> Text:
     """Return the number of hit tokens, their share of all tokens looked up, and a spark line of that share by
     sample.
     """
@@ -136,7 +139,7 @@ def hit_line(hit_tokens: int, share: float, shares: Sequence[float]) -> Text:
 def _losses(sample: Sample) -> Text:
     return Text.assemble(
         ("evicted ", "bright_black"),
-        (f"{sample.evicted:,}  ", "yellow"),
+        (f"{sample.counts.evicted:,}  ", "yellow"),
         ("preempted ", "bright_black"),
         (f"{sample.counts.preempted:,}", "red" if sample.counts.preempted else "default"),
     )
@@ -145,5 +148,5 @@ def _losses(sample: Sample) -> Text:
 def _requests(sample: Sample) -> Text:
     return Text.assemble(
         ("requests ", "bright_black"),
-        f"{sample.completed:,} done  {sample.running:,} running  {sample.waiting:,} waiting",
+        f"{sample.progress.completed:,} done  {sample.progress.running:,} running  {sample.progress.waiting:,} waiting",
     )

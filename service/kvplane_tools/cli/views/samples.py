@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kvplane.base.groups import GroupSpec
 from kvplane.v1.allocation_pb2 import DescribeReplicaResponse
-from kvplane_tools.replay.plan import NS_PER_SECOND
+from kvplane_tools.replay.fleet import Progress
 from kvplane_tools.replay.run import ReplayRun, counts_of
 from kvplane_tools.replay.summary import ServiceCounts
 
@@ -38,8 +38,8 @@ class Sample:
         pools: blocks by kind of group.
         free_blocks, num_blocks: free and all blocks of the pool that the groups share; a free block may still have a
             key, the hash under which look-ups find its content.
-        hit_shares: share of the looked-up tokens that were hit, from 0 to 1, one per sample, oldest first.
-        steps_per_s: steps per second since the previous sample.
+        trend: rates until this sample.
+        progress: of the replay.
     """
 
     model: str
@@ -47,27 +47,13 @@ class Sample:
     free_blocks: int
     num_blocks: int
     counts: ServiceCounts
-    hit_shares: tuple[float, ...]
-    steps_per_s: float
-    completed: int
-    running: int
-    waiting: int
-    virtual_s: float
-
-    @property
-    def evicted(self) -> int:
-        """Number of cache keys (hashes of cached blocks) evicted to make room for other requests, over all groups."""
-        return sum(self.counts.evicted_blocks)
+    trend: Trend
+    progress: Progress
 
     @property
     def held_share(self) -> float:
         """Share of the pool that requests hold, from 0 to 1."""
         return 1 - self.free_blocks / (self.num_blocks - 1)
-
-    @property
-    def hit_share(self) -> float:
-        """Share of all looked-up tokens that were hit, from 0 to 1."""
-        return self.counts.hit_tokens / self.counts.queried_tokens if self.counts.queried_tokens else 0.0
 
 
 @dataclass(slots=True)
@@ -110,7 +96,7 @@ class Sampler:
     def sample(self, now_s: float) -> Sample:
         """Read the counters from the service; `now_s` is the time in seconds on any monotonic clock."""
         answer = self.run.describe()[0]
-        counts, progress = counts_of(answer), self.run.fleet.progress
+        counts = counts_of(answer)
         self._trend.note(now_s, counts.steps, counts.queried_tokens, counts.hit_tokens)
         return Sample(
             model=self.model,
@@ -118,12 +104,8 @@ class Sampler:
             free_blocks=answer.free_blocks,
             num_blocks=answer.spec.num_blocks,
             counts=counts,
-            hit_shares=tuple(self._trend.hit_shares),
-            steps_per_s=self._trend.steps_per_s,
-            completed=progress.completed,
-            running=progress.running,
-            waiting=progress.waiting,
-            virtual_s=progress.clock_ns / NS_PER_SECOND,
+            trend=self._trend,
+            progress=self.run.fleet.progress,
         )
 
 

@@ -91,7 +91,7 @@ def _tiers(answer: DescribeReplicaResponse) -> Iterable[Text]:
 def _hits(answer: DescribeReplicaResponse, trend: Trend) -> Text:
     counters = answer.counters
     share = counters.hit_tokens / counters.queried_tokens if counters.queried_tokens else 0.0
-    return hit_line(counters.hit_tokens, share, list(trend.hit_shares))
+    return hit_line(counters.hit_tokens, share, trend.hit_shares)
 
 
 def _losses(answer: DescribeReplicaResponse) -> Iterable[Text]:
