@@ -168,21 +168,21 @@ def without(record: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 MOONCAKE_FAULTS: dict[str, object] = {
-    "input_length: is missing": without(mooncake(), "input_length"),
-    "hash_ids: is missing": without(mooncake(), "hash_ids"),
-    "output_length: -1 is out of 0..": mooncake(output=-1),
-    "input_length: 0 is out of 1..": mooncake(length=0, ids=[]),
-    "input_length: -5 is out of 1..": mooncake(length=-5),
-    'input_length: "700" is not an integer': mooncake() | {"input_length": "700"},
-    "input_length: true is not an integer": mooncake() | {"input_length": True},
-    "output_length: 1000000000000000000000000000000000000... is out of": mooncake(output=10**50),
+    "input_length: Field required": without(mooncake(), "input_length"),
+    "hash_ids: Field required": without(mooncake(), "hash_ids"),
+    "output_length: -1 is refused: Input should be greater than or equal to 0": mooncake(output=-1),
+    "input_length: 0 is refused: Input should be greater than or equal to 1": mooncake(length=0, ids=[]),
+    "input_length: -5 is refused: Input should be greater than or equal to 1": mooncake(length=-5),
+    'input_length: "700" is refused: Input should be a valid integer': mooncake() | {"input_length": "700"},
+    "input_length: true is refused: Input should be a valid integer": mooncake() | {"input_length": True},
+    "output_length: 1000000000000000000000000000000000000... is refused: Input should be less": mooncake(output=10**50),
     "hash_ids: there are 2 ids, but input_length 1025 needs 3": mooncake(length=1025),
     "hash_ids: there are 3 ids, but input_length 1024 needs 2": mooncake(length=1024, ids=[1, 2, 3]),
-    "hash_ids: an entry is not an integer": mooncake(ids=[1, 2.5]),  # type: ignore[list-item]
+    "hash_ids[1]: 2.5 is refused: Input should be a valid integer": mooncake(ids=[1, 2.5]),  # type: ignore[list-item]
     "hash_ids: 2097152 is above 2097151": mooncake(ids=[1, 2**21]),
-    'hash_ids: "1 2" is not a list': mooncake() | {"hash_ids": "1 2"},
-    "timestamp: -1 is out of": mooncake(timestamp=-1),
-    "timestamp: null is not a time": mooncake() | {"timestamp": None},
+    'hash_ids: "1 2" is refused: Input should be a valid list': mooncake() | {"hash_ids": "1 2"},
+    "timestamp: -1 is refused: Input should be greater than or equal to 0": mooncake(timestamp=-1),
+    "timestamp: null is refused: Input should be a valid number": mooncake() | {"timestamp": None},
     "timestamp: 0.099 s is before that of the previous request": mooncake(timestamp=99),
     "the line is not a JSON object": [1, 2],
 }
@@ -200,16 +200,18 @@ def test_invalid_mooncake_request_is_refused_with_file_line_and_cause(tmp_path: 
 
 
 WEKA_FAULTS: dict[str, dict[str, Any]] = {
-    "requests[1].in: is missing": weka("a", turn(0), without(turn(1), "in")),
-    "requests[0].t: -2 is out of": weka("a", turn(-2)),
+    "requests[1].in: Field required": weka("a", turn(0), without(turn(1), "in")),
+    "requests[0].t: -2 is refused: Input should be greater": weka("a", turn(-2)),
     "hash_ids: there are 2 ids, but 200 prompt tokens have 3 full blocks": weka("a", turn(0, tail=72)),
-    "requests[0].requests[1].out: is missing": weka("a", {"t": 1.0, "requests": [turn(0), without(turn(1), "out")]}),
-    "requests[0] is not a JSON object": weka("a", 7),  # type: ignore[arg-type]
-    "requests: 3 is not a list": weka("a") | {"requests": 3},
-    "block_size: 0 is out of 1..": weka("a", turn(0)) | {"block_size": 0},
-    "hash_id_scope: it is 'global', but only ids of scope": weka("a", turn(0)) | {"hash_id_scope": "global"},
-    "id: is missing": without(weka("a", turn(0)), "id"),
-    'id: "" is not a non-empty string': weka("", turn(0)),
+    "requests[0].requests[1].out: Field required": weka(
+        "a", {"t": 1.0, "requests": [turn(0), without(turn(1), "out")]}
+    ),
+    "requests[0]: 7 is refused: Input should be a valid dictionary": weka("a", 7),  # type: ignore[arg-type]
+    "requests: 3 is refused: Input should be a valid list": weka("a") | {"requests": 3},
+    "block_size: 0 is refused: Input should be greater": weka("a", turn(0)) | {"block_size": 0},
+    "hash_id_scope: \"global\" is refused: Input should be 'local'": weka("a", turn(0)) | {"hash_id_scope": "global"},
+    "id: Field required": without(weka("a", turn(0)), "id"),
+    'id: "" is refused: String should have at least 1 character': weka("", turn(0)),
     "out: the session generates more than": weka("a", turn(0, out=2**30), turn(1)),
 }
 

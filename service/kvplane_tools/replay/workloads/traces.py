@@ -14,16 +14,23 @@ the session. Sessions have no common clock: they start at equal distances. `stop
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from itertools import chain, count
 from pathlib import Path
 from types import TracebackType
 
 from kvplane.base.errors import InvalidArgument
-from kvplane_tools.replay.workloads.fields import Record, parse
+from kvplane_tools.replay.workloads.fields import (
+    MooncakeRequest,
+    WekaAgent,
+    WekaRequest,
+    WekaSession,
+    parse,
+    read,
+)
 from kvplane_tools.replay.workloads.lines import Line, TraceLines, malformed
 from kvplane_tools.replay.workloads.requests import POSITIONS, Span, TokenSource, TraceRequest, overlay, text_of_ids
 
@@ -112,30 +119,36 @@ def read_mooncake(lines: Iterable[Line]) -> Iterator[TraceRequest]:
     """
     latest_s = 0.0
     for line in lines:
-        record = parse(line)
-        request = _mooncake_request(record, line.number)
+        request = _mooncake_request(line)
         if request.arrival_s < latest_s:
-            raise record.malformed(
+            raise line.malformed(
                 f"timestamp: {request.arrival_s} s is before that of the previous request, {latest_s} s"
             )
         latest_s = request.arrival_s
         yield request
 
 
-def _mooncake_request(record: Record, number: int) -> TraceRequest:
-    num_tokens = record.count("input_length", least=1)
-    ids = record.ids("hash_ids", MOONCAKE_TOKENS_PER_ID)
+def _mooncake_request(line: Line) -> TraceRequest:
+    record = read(MooncakeRequest, line)
+    num_tokens, ids = record.input_length, record.hash_ids
     needed = -(-num_tokens // MOONCAKE_TOKENS_PER_ID)
     if len(ids) != needed:
-        raise record.malformed(f"hash_ids: there are {len(ids)} ids, but input_length {num_tokens} needs {needed}")
-    output = Span(number, 0, record.count("output_length"), generated=True)
+        raise line.malformed(f"hash_ids: there are {len(ids)} ids, but input_length {num_tokens} needs {needed}")
+    _check_ids(line, ids, MOONCAKE_TOKENS_PER_ID)
     return TraceRequest(
-        name=f"line-{number}",
-        arrival_s=record.time("timestamp") / 1000,
+        name=f"line-{line.number}",
+        arrival_s=record.timestamp / 1000,
         session="",
         prompt=text_of_ids(ids, MOONCAKE_TOKENS_PER_ID, num_tokens),
-        output=TokenSource((output,)),
+        output=TokenSource((Span(line.number, 0, record.output_length, generated=True),)),
     )
+
+
+def _check_ids(line: Line, ids: Sequence[int], tokens_per_id: int) -> None:
+    """Raise MalformedTrace for an id whose text does not fit into a stream."""
+    limit = POSITIONS // tokens_per_id
+    if ids and max(ids) >= limit:
+        raise line.malformed(f"hash_ids: {max(ids)} is above {limit - 1}")
 
 
 def read_weka(lines: Iterable[Line], spacing_s: float = DEFAULT_SPACING_S) -> Iterator[TraceRequest]:
@@ -144,7 +157,7 @@ def read_weka(lines: Iterable[Line], spacing_s: float = DEFAULT_SPACING_S) -> It
     Raises:
         MalformedTrace: a session is malformed; raised when its start is reached.
     """
-    sessions = (_Session(k, k * spacing_s).read(parse(line)) for k, line in enumerate(lines))
+    sessions = (_Session(line, k, k * spacing_s).read() for k, line in enumerate(lines))
     return overlay((k * spacing_s for k in count()), sessions)
 
 
@@ -152,59 +165,57 @@ def read_weka(lines: Iterable[Line], spacing_s: float = DEFAULT_SPACING_S) -> It
 class _Session:
     """The reader of one session. `own_tokens` is the number of tokens so far that occur only in this session."""
 
+    line: Line
     number: int
     start_s: float
     own_tokens: int = 0
 
-    def read(self, record: Record) -> list[TraceRequest]:
-        name = record.text("id")
-        if "hash_id_scope" in record and record.text("hash_id_scope") != "local":
-            scope = record.text("hash_id_scope")
-            raise record.malformed(f"hash_id_scope: it is {scope!r}, but only ids of scope 'local' can be replayed")
-        block_size = record.count("block_size", least=1)
-        requests = []
-        for at, (time, entry, is_nested) in enumerate(_flattened(record)):
-            request = self._request(f"{name}/{at}", name, time, entry, block_size)
-            requests.append(replace(request, hint=_hint(entry) + 3 * is_nested))
+    def read(self) -> list[TraceRequest]:
+        session = read(WekaSession, self.line)
+        requests = [
+            self._request(f"{session.id}/{at}", session, *one) for at, one in enumerate(_flattened(session.requests))
+        ]
         return sorted(requests, key=lambda request: request.arrival_s)
 
-    def _request(self, name: str, session: str, time: float, entry: Record, block_size: int) -> TraceRequest:
-        num_tokens = entry.count("in", least=1)
-        ids = entry.ids("hash_ids", block_size)
+    def _request(
+        self, name: str, session: WekaSession, time: float, entry: WekaRequest, is_nested: bool
+    ) -> TraceRequest:
+        num_tokens, ids, block_size = entry.num_tokens, entry.hash_ids, session.block_size
         full, partial = divmod(num_tokens, block_size)
         if len(ids) != full:
-            raise entry.malformed(
+            raise self.line.malformed(
                 f"hash_ids: there are {len(ids)} ids, but {num_tokens} prompt tokens have {full} full blocks"
             )
+        _check_ids(self.line, ids, block_size)
         known = text_of_ids(ids, block_size, full * block_size, self.number)
         return TraceRequest(
             name=name,
             arrival_s=self.start_s + time,
-            session=session,
-            prompt=known + self._own(entry, partial),
-            output=self._own(entry, entry.count("out")),
+            session=session.id,
+            prompt=known + self._own(partial),
+            output=self._own(entry.out),
+            hint=_hint(entry) + 3 * is_nested,
         )
 
-    def _own(self, entry: Record, num_tokens: int) -> TokenSource:
+    def _own(self, num_tokens: int) -> TokenSource:
         start, self.own_tokens = self.own_tokens, self.own_tokens + num_tokens
         if self.own_tokens > POSITIONS:
-            raise entry.malformed(f"out: the session generates more than {POSITIONS} tokens")
+            raise self.line.malformed(f"out: the session generates more than {POSITIONS} tokens")
         return TokenSource((Span(self.number, start, self.own_tokens, generated=True),) if num_tokens else ())
 
 
-def _hint(entry: Record) -> int:
-    return {"tool_use": 1, "end_turn": 2}.get(entry.optional("stop"), 3)
+def _hint(entry: WekaRequest) -> int:
+    return {"tool_use": 1, "end_turn": 2}.get(entry.stop, 3) if isinstance(entry.stop, str) else 3
 
 
-def _flattened(session: Record) -> Iterator[tuple[float, Record, bool]]:
+def _flattened(entries: Iterable[WekaRequest | WekaAgent]) -> Iterator[tuple[float, WekaRequest, bool]]:
     """Yield requests with seconds since the session's start, and whether they are those of a sub-agent. An entry that
     is a sub-agent is replaced by the sub-agent's requests.
     """
-    for entry in session.records("requests"):
-        time = entry.time("t")
-        if "requests" not in entry:
-            yield time, entry, False
+    for entry in entries:
+        if isinstance(entry, WekaRequest):
+            yield entry.t, entry, False
             continue
-        nested = entry.records("requests")
-        offset = time if nested and nested[0].time("t") < time else 0.0
-        yield from ((offset + request.time("t"), request, True) for request in nested)
+        nested = entry.requests
+        offset = entry.t if nested and nested[0].t < entry.t else 0.0
+        yield from ((offset + request.t, request, True) for request in nested)
