@@ -68,12 +68,10 @@ def router_command(
     from kvplane_fleet.router.process import check_keys, serve
     from kvplane_fleet.settings import load
 
-    if metrics is not None:
-        settings = [*(settings or ()), f"metrics_listen={metrics}"]
-    loaded = load_config(config, listen, settings)
+    loaded = load_config(config, listen, settings, metrics)
     check_keys(loaded)
     if loaded.sources["listen"] == "default":
-        loaded = load_config(config, DEFAULT_ROUTER, settings)
+        loaded = load_config(config, DEFAULT_ROUTER, settings, metrics)
     logging.basicConfig(level=loaded.config.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     asyncio.run(serve(loaded.config, load(file), _print_addresses, given().access()))
 

@@ -301,7 +301,9 @@ def root_command(
     """Declare the options of all commands; `given` has their values."""
 
 
-def load_config(file: Path | None, listen: str | None, settings: list[str] | None) -> Loaded:
+def load_config(
+    file: Path | None, listen: str | None, settings: list[str] | None, metrics: str | None = None
+) -> Loaded:
     """Return the configuration; a flag has precedence over the environment, then the file, then the default. Raises
     InvalidArgument or NotFound as `config.load`.
     """
@@ -309,6 +311,5 @@ def load_config(file: Path | None, listen: str | None, settings: list[str] | Non
     from kvplane_service.runtime.memory import available_memory
 
     flags = dict(config.split_setting(text) for text in settings or ())
-    if listen is not None:
-        flags["listen"] = listen
+    flags |= {name: text for name, text in (("listen", listen), ("metrics_listen", metrics)) if text is not None}
     return config.load(flags, os.environ, file, available_memory)

@@ -27,9 +27,7 @@ def serve_command(
     from kvplane_core.face import loader
     from kvplane_service.process.app import serve
 
-    if metrics is not None:
-        settings = [*(settings or ()), f"metrics_listen={metrics}"]
-    loaded = load_config(config, listen, settings).config
+    loaded = load_config(config, listen, settings, metrics).config
     logging.basicConfig(level=loaded.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     core, reason = loader.chosen()
     if core == "python" and not reason.startswith(loader.VARIABLE):
