@@ -15,9 +15,10 @@ from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
-from kvplane.base.step import CacheEvent, Facts, Part, PartResult, Step, StepResult
+from kvplane.base.step import CacheEvent, Facts, Part, PartResult, Step
 from kvplane_core.face.cache_events import runs_of
 from kvplane_service.decisions.packed_log import MAX_WAITING, LogBudget, PackedLog
+from kvplane_service.decisions.packing import Decision as Decision
 from kvplane_service.decisions.packing import (
     events_of_packed,
     pack_decision,
@@ -27,24 +28,6 @@ from kvplane_service.decisions.packing import (
     unpack_events,
 )
 from kvplane_service.decisions.sent import SentStep, step_with
-
-
-class Decision(NamedTuple):
-    """A step that was applied, or one message of a step that was sent in several messages.
-
-    Attributes:
-        step: the step as the engine sent it, without its tokens.
-        result: the answer to the step.
-        events: cache events of each part of the step.
-        at_ns: time in nanoseconds at which the step was applied, by the clock of the service.
-        took_ns: nanoseconds that the core needed to apply the step.
-    """
-
-    step: Step
-    result: StepResult
-    events: tuple[Sequence[CacheEvent], ...]
-    at_ns: int
-    took_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +176,7 @@ class DecisionLog(PackedLog[Entry, _Packed]):
     def slowest(self, count: int) -> list[Decision]:
         """Return the `count` decisions that took longest, slowest first."""
         packed = (entry for entry in self._kept if isinstance(entry, bytes))
-        candidates = [Decision(*unpack_decision(raw)) for raw in nlargest(count, packed, key=slowness_of)]
+        candidates = [unpack_decision(raw) for raw in nlargest(count, packed, key=slowness_of)]
         candidates += [entry for entry in self._kept if isinstance(entry, Decision)]
         return nlargest(count, candidates, key=attrgetter("took_ns"))
 
@@ -239,7 +222,7 @@ class DecisionLog(PackedLog[Entry, _Packed]):
 
 def _unpack(kept: Entry | _Packed) -> Entry:
     if isinstance(kept, bytes):
-        return Decision(*unpack_decision(kept))
+        return unpack_decision(kept)
     if isinstance(kept, _KeptLife):
         return replace(kept.life, events=unpack_events(kept.events))
     return kept

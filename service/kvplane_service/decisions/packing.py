@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 from kvplane import wire
 from kvplane.base.step import CacheEvent, PartResult, Step, StepResult
 from kvplane.base.when_read import given_fields
-from kvplane.v1.admin_pb2 import Decision, LoggedPart
+from kvplane.v1 import admin_pb2 as pb
 from kvplane.v1.events_pb2 import SubscribeResponse
 from kvplane_core.face.cache_events import CacheEvents, runs_of
 
@@ -36,8 +36,16 @@ _T = TypeVar("_T")
 Packing: TypeAlias = Generator[None, None, _T]
 
 
-class Unpacked(NamedTuple):
-    """The fields of an unpacked decision, in the order of `decisions.log.Decision`."""
+class Decision(NamedTuple):
+    """A step that was applied, or one message of a step that was sent in several messages.
+
+    Attributes:
+        step: the step as the engine sent it, without its tokens.
+        result: the answer to the step.
+        events: cache events of each part of the step.
+        at_ns: time in nanoseconds at which the step was applied, by the clock of the service.
+        took_ns: nanoseconds that the core needed to apply the step.
+    """
 
     step: Step
     result: StepResult
@@ -64,8 +72,8 @@ def pack_decision(
     """Return the decision as bytes, without its tokens; `of_parts` are the cache events of each part."""
     answer = StepResult(result.seq, result.part, [drop_events(copy(part)) for part in result.parts])
     answer.published_through = result.published_through
-    logged = [LoggedPart(**_logged(given_fields(part))) for part in result.parts]
-    message = Decision(step=wire.encode_step(step), result=wire.encode_result(answer), logged=logged)
+    logged = [pb.LoggedPart(**_logged(given_fields(part))) for part in result.parts]
+    message = pb.Decision(step=wire.encode_step(step), result=wire.encode_result(answer), logged=logged)
     for part in message.step.parts:
         for section in ("facts", "news"):
             if part.HasField(section):
@@ -79,10 +87,10 @@ def _logged(given: dict[str, Any]) -> dict[str, Any]:
     return {name: given[name] for name in _LOGGED if name in given}
 
 
-def unpack_decision(raw: bytes, with_events: bool = True) -> Unpacked:
+def unpack_decision(raw: bytes, with_events: bool = True) -> Decision:
     """Return the decision that `pack_decision` packed; empty columns become empty lists."""
     took_ns, at_ns = HEAD.unpack_from(raw)
-    message = Decision.FromString(raw[HEAD.size :])
+    message = pb.Decision.FromString(raw[HEAD.size :])
     of_parts = [
         CacheEvents(map(wire.decode_event, part.events if with_events else ())) for part in message.result.parts
     ]
@@ -93,7 +101,7 @@ def unpack_decision(raw: bytes, with_events: bool = True) -> Unpacked:
         given = vars(outcome)  # what is missing is empty
         given.update({"events": events} if with_events else {})
         given.update({one.name: _plain(value) for one, value in logged.ListFields()})
-    return Unpacked(step, result, tuple(of_parts), at_ns, took_ns)
+    return Decision(step, result, tuple(of_parts), at_ns, took_ns)
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401
@@ -102,7 +110,7 @@ def _plain(value: Any) -> Any:  # noqa: ANN401
 
 def events_of_packed(raw: bytes) -> list[CacheEvents]:
     """Return the cache events of the parts of a packed decision that have some, and decode nothing else."""
-    parts = Decision.FromString(raw[HEAD.size :]).result.parts
+    parts = pb.Decision.FromString(raw[HEAD.size :]).result.parts
     return [CacheEvents(map(wire.decode_event, part.events)) for part in parts if part.events]
 
 

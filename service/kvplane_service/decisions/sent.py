@@ -14,7 +14,7 @@ from typing import TypeAlias
 from kvplane.base.step import CacheEvent, Part, PartResult, Step, StepResult
 from kvplane.base.when_read import given_fields
 from kvplane_core.face.interface import BEGINS, RESUMES, SCHEDULES, Answer, ReadStep
-from kvplane_service.decisions.packing import Unpacked, drop_events, unpack_decision
+from kvplane_service.decisions.packing import Decision, drop_events, unpack_decision
 
 OfParts: TypeAlias = tuple[Sequence[CacheEvent], ...]  # events of each part
 
@@ -26,9 +26,9 @@ class Record:
 
     def __init__(self, packed: bytes, events: OfParts, of_tiers: OfParts) -> None:
         self.packed, self._events, self._of_tiers = packed, events, of_tiers
-        self._made: Unpacked | None = None
+        self._made: Decision | None = None
 
-    def read(self) -> Unpacked:
+    def read(self) -> Decision:
         """Return the decision as objects, which are made once."""
         if self._made is None:
             self._made = unpack_decision(self.packed, with_events=False)
