@@ -22,6 +22,7 @@ from kvplane_service.store.grants import Grants, NotGranted
 from kvplane_service.store.memory import MemoryStore
 from kvplane_service.store.opening import make_store
 from kvplane_service.store.owning import InStore
+from kvplane_service.store.record import NOT_PROVEN
 from tests.store import servers
 from tests.store.test_contract import prefix_of
 from tests.store.test_owner_tables import LEASE_MS, TableContract, grants_of, has
@@ -55,6 +56,24 @@ class TestCluster(TableContract):
         with servers.cluster(tmp_path) as nodes:
             config = Config(store=f"redis+cluster://{nodes[0].address}", store_prefix=prefix_of(request))
             yield table(config), table(config)
+
+
+class TestSealed(TableContract):
+    @pytest.fixture
+    def tables(self, tmp_path, request):
+        (tmp_path / "keys").write_bytes(b"0" * 32)
+        (tmp_path / "keys").chmod(0o600)
+        with servers.serving(tmp_path) as server:
+            config = Config(store=f"redis://{server.address}", store_key_file=str(tmp_path / "keys"))
+            yield table(config), table(config)
+
+    async def test_a_table_without_a_seal_is_none(self, tables, tmp_path):
+        sealed, _ = tables
+        await sealed.replace(None, b"first")
+        inner: Any = sealed._keeper.store
+        version = (await sealed.read()).version
+        assert await inner._owners.replace_owners(version, b"forged")
+        assert (await sealed.read()).raw == NOT_PROVEN
 
 
 async def test_a_call_that_is_repeated_changes_nothing_and_has_taken_effect(tmp_path, monkeypatch):

@@ -34,7 +34,7 @@ from kvplane_service.store.interface import LogName, StoredChunk
 
 MAGIC, SEAL_MAGIC = b"kvps", b"kvpm"
 VERSION = 1
-CHUNK, REGISTRATION, LEASE = 1, 2, 3
+CHUNK, REGISTRATION, LEASE, OWNERS = 1, 2, 3, 4
 NOT_PROVEN = b"not proven"  # stands for a record that no key of the service proves (see `seals`)
 HEADER_BYTES = 24
 ROW_BYTES = 20  # of a chunk, without the digest

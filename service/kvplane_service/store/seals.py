@@ -6,8 +6,8 @@ forge records. A service without such a key trusts its store.
 
 The HMAC covers the header, the *place* of the record and the record. The place of a chunk (batch of entries) is the
 name of its log (replica, namespace, incarnation) and its number, that of a registration the name of the replica, that
-of a lease the address of the service. So a record proves nothing at another place. A store can still return an older
-record of the same place.
+of a lease the address of the service; there is one table of owners. So a record proves nothing at another place. A
+store can still return an older record of the same place.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pathlib import Path
 
 from kvplane.base.errors import InvalidArgument, NotFound
 from kvplane_service.runtime.executors import Offload
-from kvplane_service.store.interface import ALIVE, IndexStore, LogName, SharedStore, StoredChunk
-from kvplane_service.store.record import CHUNK, LEASE, NOT_PROVEN, REGISTRATION, SEAL_MAGIC
+from kvplane_service.store.interface import ALIVE, IndexStore, LogName, OwnerStore, SharedStore, Stored, StoredChunk
+from kvplane_service.store.record import CHUNK, LEASE, NOT_PROVEN, OWNERS, REGISTRATION, SEAL_MAGIC
 
 _VERSION = 1
 _HEAD = struct.Struct("<4sHH")
@@ -67,10 +67,8 @@ class SealedStore:
         self._store = store
         self._seals = seals
         self._offload = offload
-
-    async def open(self) -> None:
-        """Open the store (see IndexStore.open)."""
-        await self._store.open()
+        self.open, self.close, self.keep_alive = store.open, store.close, store.keep_alive
+        self.drop, self.drop_record, self.size_bytes = store.drop, store.drop_record, store.size_bytes
 
     async def append(self, log: LogName, chunk: StoredChunk, trim_below: int) -> int:
         """Seal a chunk (batch of entries) and append it (see IndexStore.append)."""
@@ -84,14 +82,6 @@ class SealedStore:
 
     def _prove_all(self, log: LogName, page: list[StoredChunk]) -> list[StoredChunk]:
         return [StoredChunk(seq, self._seals.prove(CHUNK, _place(log, seq), sealed)) for seq, sealed in page]
-
-    async def drop(self, log: LogName) -> None:
-        """Delete a log (see IndexStore.drop)."""
-        await self._store.drop(log)
-
-    async def size_bytes(self, log: LogName) -> int:
-        """Return the size of a log with its seals (see IndexStore.size_bytes)."""
-        return await self._store.size_bytes(log)
 
     async def put_record(self, replica: str, record: bytes) -> None:
         """Seal the record of a replica, and replace it (see IndexStore.put_record)."""
@@ -114,18 +104,6 @@ class SealedStore:
             )
         return [(name, self._seals.prove(REGISTRATION, name, sealed)) for name, sealed in stored]
 
-    async def drop_record(self, replica: str) -> None:
-        """Delete the record of a replica (see IndexStore.drop_record)."""
-        await self._store.drop_record(replica)
-
-    async def keep_alive(self, log: LogName) -> None:
-        """Extend the lifetime of a log (see IndexStore.keep_alive)."""
-        await self._store.keep_alive(log)
-
-    async def close(self) -> None:
-        """Close the store (see IndexStore.close)."""
-        await self._store.close()
-
 
 class SealedSharedStore(SealedStore):
     """Implements SharedStore as SealedStore implements IndexStore."""
@@ -145,12 +123,31 @@ class SealedSharedStore(SealedStore):
         return None if lease == NOT_PROVEN else lease
 
 
+class SealedOwnerStore(SealedSharedStore):
+    """Implements OwnerStore too: a forged table of owners is read as a damaged one."""
+
+    def __init__(self, store: SharedStore, owners: OwnerStore, seals: Seals, offload: Offload) -> None:
+        super().__init__(store, seals, offload)
+        self._owners = owners
+
+    async def read_owners(self) -> Stored:
+        """Return the table, NOT_PROVEN instead of a forged one (see OwnerTable.read)."""
+        raw, version = await self._owners.read_owners()
+        return Stored(raw if version is None else self._seals.prove(OWNERS, "", raw), version)
+
+    async def replace_owners(self, version: str | None, raw: bytes) -> bool:
+        """Seal the table, and replace it (see OwnerTable.replace)."""
+        return await self._owners.replace_owners(version, self._seals.seal(OWNERS, "", raw))
+
+
 def guarded(store: IndexStore, key_file: str, offload: Offload) -> IndexStore:
     """Return the store, sealed with the keys of the file; the store itself if the file's name is empty."""
     if not key_file:
         return store
     seals = Seals(read_keys(Path(key_file)))
     if isinstance(store, SharedStore):
+        if isinstance(store, OwnerStore):
+            return SealedOwnerStore(store, store, seals, offload)
         return SealedSharedStore(store, seals, offload)
     return SealedStore(store, seals, offload)
 
