@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Protocol
+from typing import TypeAlias
 
 from kvplane.base.errors import KvplaneError, Unavailable
 from kvplane_service.store.errors import STORE_ERRORS
@@ -31,54 +31,12 @@ class OwnerUnknown(Unavailable):
         )
 
 
-class Owners(Protocol):
-    """What this process may own.
+class StoreOwners:
+    """What this process may own, by the leases of services in the index store.
 
     Attributes:
         are_granted: one process at a time may own a replica, and has to renew to let others have it.
     """
-
-    @property
-    def are_granted(self) -> bool:
-        """See above."""
-        ...
-
-    async def prepare(self) -> None:
-        """Wait until replicas can be taken, at most a lease. Returns at once if the store fails."""
-        ...
-
-    async def renew(self, epochs: Mapping[str, int], moving: Collection[str]) -> Mapping[str, str] | None:
-        """Extend this process's lease. `epochs` has the replicas that it has and their latest epochs, `moving` those
-        that are adopted or released now; all others are free for other services. Returns the replicas that other
-        services have, with their addresses; None if the store failed.
-        """
-        ...
-
-    async def owner_of(self, record: ReplicaRecord) -> str:
-        """Return the address of another live service that seems to own the replica, "" if there is none."""
-        ...
-
-    async def take(self, record: ReplicaRecord) -> ReplicaRecord:
-        """Take over a replica, and return its record, with an epoch above those of earlier owners as far as they are
-        known.
-
-        Raises:
-            Moved: another live service has it.
-            Unavailable: that cannot be found out, or is not certain yet.
-        """
-        ...
-
-    async def ensure(self, name: str) -> None:
-        """Raise Moved or Unavailable unless this process may begin an epoch of a replica that is registered here."""
-        ...
-
-    def check(self, name: str) -> None:
-        """The same, as far as it is known without a call."""
-        ...
-
-
-class StoreOwners:
-    """Implements Owners by the leases of services in the index store."""
 
     are_granted = False
 
@@ -87,10 +45,15 @@ class StoreOwners:
         self._keeper, self._lease_ms, self._probe = keeper, lease_ms, probe
 
     async def prepare(self) -> None:
-        """Do nothing: a lease that was lost is that of a service which renews it."""
+        """Wait until replicas can be taken, at most a lease; returns at once if the store fails. Here nothing is
+        waited for: a lease that was lost is that of a service which renews it.
+        """
 
     async def renew(self, epochs: Mapping[str, int], moving: Collection[str]) -> Mapping[str, str] | None:
-        """Renew the lease (see Owners.renew)."""
+        """Extend this process's lease. `epochs` has the replicas that it has and their latest epochs, `moving` those
+        that are adopted or released now; all others are free for other services. Returns the replicas that other
+        services have, with their addresses; None if the store failed.
+        """
         store = self._keeper.shared_store
         if store is None or not self._keeper.is_read:
             return None
@@ -102,21 +65,31 @@ class StoreOwners:
         return {}
 
     async def owner_of(self, record: ReplicaRecord) -> str:
-        """Return the owner in the record if its lease has not ended (see Owners.owner_of)."""
+        """Return the address of another live service that seems to own the replica, "" if there is none: here the owner
+        in the record, if its lease has not ended.
+        """
         is_owned = not record.released and record.owner != self._keeper.owner and await self._lives(record.owner)
         return record.owner if is_owned else ""
 
     async def take(self, record: ReplicaRecord) -> ReplicaRecord:
-        """Return the record if no other live service seems to own the replica (see Owners.take)."""
+        """Take over a replica, and return its record, with an epoch above those of earlier owners as far as they are
+        known.
+
+        Raises:
+            Moved: another live service has it.
+            Unavailable: that cannot be found out, or is not certain yet.
+        """
         if owner := await self.owner_of(record):
             raise moved(record.name, owner)
         return record
 
     async def ensure(self, name: str) -> None:
-        """Do nothing: the page memory decides."""
+        """Raise Moved or Unavailable unless this process may begin an epoch of a replica that is registered here. It
+        may: the page memory decides.
+        """
 
     def check(self, name: str) -> None:
-        """Do nothing: the page memory decides."""
+        """The same, as far as it is known without a call."""
 
     async def _lives(self, owner: str) -> bool:
         store = self._keeper.shared_store
@@ -130,7 +103,7 @@ class StoreOwners:
 
 
 class GrantedOwners:
-    """Implements Owners by grants."""
+    """What this process may own, by grants. The methods are those of `StoreOwners`."""
 
     are_granted = True
 
@@ -138,28 +111,28 @@ class GrantedOwners:
         self._grants, self._keeper = grants, keeper
 
     async def prepare(self) -> None:
-        """Wait while a table is new (see Owners.prepare)."""
+        """Wait while a table is new (see StoreOwners.prepare)."""
         with contextlib.suppress(*STORE_ERRORS):
             await self._grants.prepare()
 
     async def renew(self, epochs: Mapping[str, int], moving: Collection[str]) -> Mapping[str, str] | None:
-        """Renew the grants (see Owners.renew)."""
+        """Renew the grants (see StoreOwners.renew)."""
         try:
             return await self._grants.renew(epochs, moving)
         except STORE_ERRORS:
             return None
 
     async def owner_of(self, record: ReplicaRecord) -> str:
-        """Return the owner in the table (see Owners.owner_of)."""
+        """Return the owner in the table (see StoreOwners.owner_of)."""
         return self._grants.owner_of(record.name)
 
     async def take(self, record: ReplicaRecord) -> ReplicaRecord:
-        """Take the grant (see Owners.take)."""
+        """Take the grant (see StoreOwners.take)."""
         await self._take(record.name)
         return replace(record, epoch=max(record.epoch, self._grants.epoch_of(record.name)))
 
     async def ensure(self, name: str) -> None:
-        """Take the grant, unless this process has it (see Owners.ensure)."""
+        """Take the grant, unless this process has it (see StoreOwners.ensure)."""
         await self._take(name)
         self.check(name)
 
@@ -178,3 +151,6 @@ class GrantedOwners:
             raise Unavailable(what, field="replica", remedy="try again")
         if address:
             raise moved(name, address)
+
+
+Owners: TypeAlias = StoreOwners | GrantedOwners
