@@ -14,34 +14,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from kvplane.base.groups import NULL_BLOCK, Medium, ReplicaSpec, TierKind
 from kvplane.base.sections import Peers
 from kvplane.base.step import CacheEvent, Step
-from kvplane.base.worker import PeerArena, WorkerInfo, WorkerState
-from kvplane_core.face.interface import ReplicaCore
+from kvplane.base.worker import PeerArena, WorkerState
 from kvplane_core.face.keys import Key
 from kvplane_service.decisions.sent import step_with
 
+if TYPE_CHECKING:
+    from kvplane_service.replicas.host_state import HostState
+    from kvplane_service.replicas.workers import WorkerRoster
+
 MOST_ROWS = 2048  # that are added to one step
-
-
-class Host(Protocol):
-    """What is used of a `ReplicaHost`."""
-
-    name: str
-    replica: ReplicaCore
-    epoch: int
-    memory_had_reset: bool
-
-    @property
-    def is_live(self) -> bool:
-        """Whether its engine is connected."""
-
-    @property
-    def is_readable(self) -> bool:
-        """Whether its core may be read now: no long work is running."""
 
 
 @dataclass(slots=True)
@@ -79,10 +65,10 @@ class Member:
         sent: what was sent to it.
     """
 
-    host: Host
+    host: HostState
     spec: ReplicaSpec
     num_ranks: int
-    workers: Workers
+    workers: WorkerRoster
     first: int = -1
     memory: tuple[bytes, ...] = ()
     held: dict[int, tuple[Key, int]] = field(default_factory=dict)
@@ -108,13 +94,6 @@ class Member:
     def note_all(self) -> None:
         """Note that anything may have changed."""
         self.changed = None
-
-
-class Workers(Protocol):
-    """What is used of a `WorkerRoster`."""
-
-    def alive(self) -> Sequence[WorkerInfo]:
-        """Return the workers whose lease is valid, in order of rank."""
 
 
 class Namespace:
@@ -316,7 +295,7 @@ def _mapped(member: Member) -> set[bytes]:
     return {incarnation for worker in member.workers.alive() for incarnation in worker.mapped}
 
 
-def _had_reset(host: Host) -> bool:
+def _had_reset(host: HostState) -> bool:
     """Whether the cache of a replica was reset: the null block has the stamp of the last reset, in the core, or in the
     memory with which the engine began, where a reset outlives the service.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.step import Step, StepResult
@@ -36,7 +37,7 @@ class PeerWorkers:
         )  # fmt: skip
 
     def alive(self) -> Sequence[WorkerInfo]:
-        """See Workers."""
+        """See WorkerRoster."""
         return (self._info,)
 
 
@@ -46,8 +47,9 @@ class PeerSession(PublishingSession):
     def __init__(self, spec: ReplicaSpec, namespace: Namespace, number: int, engines: int) -> None:
         super().__init__(spec)
         self._namespace = namespace
-        host = PeerHost(str(number), self.replica)
-        self._member = Member(host, spec, 1, PeerWorkers(number, range(engines)))
+        host: Any = PeerHost(str(number), self.replica)
+        workers: Any = PeerWorkers(number, range(engines))
+        self._member = Member(host, spec, 1, workers)
         namespace.join(self._member)
 
     def _apply(self, step: Step) -> StepResult:
