@@ -608,7 +608,7 @@ def flush_without_deadline(_: Real) -> Real:
     """Answer a registration only when it is stored."""
 
     async def flush(self: Any, name: str) -> None:
-        if self._writer is not None and self.is_read:
+        if self.is_on and self.is_read:
             await self._writer.write_record(name)
 
     return flush

@@ -49,7 +49,7 @@ def nothing(service: Service) -> Iterator[None]:
 
 @contextmanager
 def draining(service: Service) -> Iterator[None]:
-    service.in_loop(service.app._server.announce_drain)
+    service.in_loop(service.app._server.health.draining)
     yield
 
 
@@ -136,7 +136,7 @@ def broken_state(service: Service) -> Iterator[None]:
         changed.coordinator.pool.references[7] += 1
         host.replica.adopt(changed)
         assert await host.idle_check.run(asyncio.sleep) is Outcome.BROKEN
-        service.app._server.announce_state(False)
+        service.app._server.health.state(False)
 
     asyncio.run_coroutine_threadsafe(check(), service.loop).result(WAIT_S)
     yield

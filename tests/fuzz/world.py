@@ -44,7 +44,7 @@ from kvplane_service.rpc.server import CallFilters, RpcServer
 from kvplane_service.runtime.executors import Executor
 from kvplane_service.store.keeper import Entropy, Keeper
 from kvplane_service.store.owners import StoreOwners
-from kvplane_service.store.ownership import Durable, Ownership, is_gone
+from kvplane_service.store.ownership import Ownership, is_gone
 from kvplane_service.store.writer import Runtime
 from tests.fuzz import worker
 from tests.service.guarded import Guard
@@ -125,11 +125,11 @@ class Grounds:
         self.registry = Registry(config, self.clock)
         runtime = Runtime(self.clock, asyncio.sleep, Executor("replicas that come back"), random.Random(1).random)
         keeper = Keeper(self.registry, config, runtime, Entropy(lambda: 0, lambda: 1))
-        durable = Durable(keeper, Ownership(self.registry, config, keeper, runtime, StoreOwners(keeper, 1, is_gone)))
+        ownership = Ownership(self.registry, config, keeper, runtime, StoreOwners(keeper, 1, is_gone))
         filters = CallFilters(Gate(self.identities, None, self.clock))
         self.handlers = _Handlers()
         with _served_by(self.handlers):
-            RpcServer(self.registry, config, About(), durable, filters)
+            RpcServer(self.registry, config, About(), keeper, ownership, filters)
 
     def clear(self) -> None:
         """Remove all replicas, and reset the worker and the clock."""

@@ -105,7 +105,7 @@ def test_watch_sends_each_change(service):
     states = watch(service, "state")
     assert next(states).status == SERVING
     for is_sound, status in ((False, NOT_SERVING), (True, SERVING)):
-        service.in_loop(lambda is_sound=is_sound: service.app._server._health.state(is_sound))
+        service.in_loop(lambda is_sound=is_sound: service.app._server.health.state(is_sound))
         assert next(states).status == status
     states.cancel()
 
@@ -113,7 +113,7 @@ def test_watch_sends_each_change(service):
 def test_watch_sends_nothing_without_a_change(service):
     states = watch(service, "state")
     assert next(states).status == SERVING
-    reports = service.app._server._health
+    reports = service.app._server.health
 
     def changes():
         reports.state(True)
@@ -128,7 +128,7 @@ def test_watch_sends_nothing_without_a_change(service):
 def test_watch_of_an_unknown_name_waits_until_it_is_known(service):
     states = watch(service, "store")
     assert next(states).status == UNKNOWN
-    service.in_loop(lambda: service.app._server._health.store(True))
+    service.in_loop(lambda: service.app._server.health.store(True))
     assert next(states).status == SERVING
     states.cancel()
 
@@ -176,7 +176,7 @@ def test_watch_calls_are_bounded(service, monkeypatch):
     assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert check(service, "") == SERVING
     first.cancel()
-    until(lambda: service.in_loop(lambda: service.app._server._health.servicer._num_watches) == 0)
+    until(lambda: service.in_loop(lambda: service.app._server.health.servicer._num_watches) == 0)
     second = watch(service, "")
     assert next(second).status == SERVING
     second.cancel()

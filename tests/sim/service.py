@@ -32,7 +32,7 @@ from kvplane_service.rpc.workers import WorkersServicer
 from kvplane_service.store.keeper import Entropy, Keeper
 from kvplane_service.store.offloaded import OffloadedShared
 from kvplane_service.store.owners import OwnerUnknown, StoreOwners
-from kvplane_service.store.ownership import Durable, Ownership
+from kvplane_service.store.ownership import Ownership
 from kvplane_service.store.registration import unpack_record
 from kvplane_service.store.writer import Runtime
 from tests.core import compared
@@ -111,8 +111,7 @@ class Service:
     def _serve(self) -> None:
         visible = VisibleReplicas(self.registry, self.ownership.ensure_local)
         self.streams = SessionStreams(visible, self.ownership, self._claim)
-        durable = Durable(self.keeper, self.ownership)
-        self.allocation = AllocationServicer(visible, self.streams, durable)
+        self.allocation = AllocationServicer(visible, self.streams, self.keeper, self.ownership)
         services = (
             (allocation_pb2.DESCRIPTOR.services_by_name["Allocation"], self.allocation),
             (plan_pb2.DESCRIPTOR.services_by_name["Workers"], WorkersServicer(visible)),

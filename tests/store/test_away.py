@@ -10,7 +10,7 @@ import pytest
 from kvplane_service.config import Config
 from kvplane_service.runtime.reports import StoreReport, StoreState
 from kvplane_service.store.journal import Lag
-from kvplane_service.store.writer import Limits, Runtime, StoreWriter, Watch
+from kvplane_service.store.writer import Runtime, StoreWriter, Watch
 from tests.core.builders import full
 from tests.core.compared import specification
 from tests.store import servers
@@ -44,9 +44,8 @@ class Hours:
         config = Config(store=f"redis://{server.address}")
         self.engine = Journaled(full(), num_blocks=BLOCKS, max_model_len=1024, max_entries=config.store_lag_entries)
         self.engine.store = self.store = opened(config)
-        limits = Limits(config.store_flush_ms, config.store_lag_entries, config.store_lag_ms, config.store_ttl_ms)
         runtime = Runtime(lambda: self.engine.now_ns, self.pause, self.offload, lambda: 0.0)
-        self.writer = StoreWriter(self.store.store, limits, runtime)
+        self.writer = StoreWriter(self.store.store, config, runtime)
         self.writer.watch("r", Watch(self.engine.journal, lambda: b"record", idle, unexpected))
         self.reports: list[StoreReport] = []
         self.lags: list[Lag] = []

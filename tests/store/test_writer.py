@@ -13,7 +13,7 @@ from kvplane_service.store.errors import StoreFull, StoreUnavailable
 from kvplane_service.store.interface import LogName
 from kvplane_service.store.memory import MemoryStore
 from kvplane_service.store.offloaded import Offloaded
-from kvplane_service.store.writer import Limits, Runtime, StoreWriter, Watch
+from kvplane_service.store.writer import Runtime, StoreWriter, Watch
 from tests.core.builders import full
 from tests.store import servers
 from tests.store.contract import Blocking, load_log, opened, run
@@ -59,7 +59,8 @@ class Bench:
         self.store = store
         awaited = store.store if isinstance(store, Blocking) else Offloaded(lambda: store, self._offload)
         run(awaited.open())
-        self.writer = StoreWriter(awaited, Limits(100, 100, 5000, 4000), runtime)
+        limits = Config(store_flush_ms=100, store_lag_entries=100, store_lag_ms=5000, store_ttl_ms=4000)
+        self.writer = StoreWriter(awaited, limits, runtime)
         self.watch = Watch(self.journal, lambda: b"record", idle, self._superseded)
         self.writer.watch("r", self.watch)
 

@@ -54,11 +54,6 @@ class VisibleReplicas:
             raise UnknownReplica(name)
         return entry
 
-    @staticmethod
-    def is_name(name: str) -> bool:
-        """Return True if the text is a valid replica name."""
-        return Registry.is_name(name)
-
     def check_name(self, name: str) -> None:
         """Raise PermissionDenied if the caller may not register this name, whether or not a replica has it."""
         call = CALL.get()

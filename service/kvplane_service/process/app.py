@@ -29,7 +29,7 @@ from kvplane_service.runtime.files import allow_connections
 from kvplane_service.store.expiry import expire_in_background
 from kvplane_service.store.keeper import Entropy, Keeper
 from kvplane_service.store.opening import make_store
-from kvplane_service.store.ownership import Durable, Ownership
+from kvplane_service.store.ownership import Ownership
 from kvplane_service.store.owning import make_owners
 from kvplane_service.store.writer import Runtime
 from kvplane_service.telemetry.collector import ServiceCollector
@@ -82,8 +82,7 @@ class App:
         self.about = About()
         self._gate = open_gate(config, clock)
         filters = CallFilters(self._gate, self._start_tracing(environment))
-        durable = Durable(self.keeper, self.ownership)
-        self._server = RpcServer(self.registry, config, self.about, durable, filters)
+        self._server = RpcServer(self.registry, config, self.about, self.keeper, self.ownership, filters)
         self._holds = Holds()
         collector = ServiceCollector(self.registry, self.keeper.report, self._holds)
         self._metrics = MetricsServer(collector, metrics_token(config.metrics_token_file), self._server.page.answer)
@@ -121,9 +120,9 @@ class App:
             checks = check_in_background(self._idle_checks, self.config.idle_check_ms, self._clock, asyncio.sleep)
             self._start_task("idle checks", checks)
         if store is None:
-            self._server.announce_ready()
+            self._server.health.serving()
         else:
-            self._server.announce_store(self.keeper.is_there)
+            self._server.health.store(self.keeper.is_there)
             if self.keeper.shared_store is not None:
                 self._start_task("owner's lease", self.ownership.keep())
             self._start_task("store", self._follow_store())
@@ -142,7 +141,7 @@ class App:
         Ends at most two seconds after `drain_delay_ms` and `drain_grace_ms`, even if a part hangs.
         """
         self.about.draining = True
-        self._server.announce_drain()
+        self._server.health.draining()
         await asyncio.sleep(self.config.drain_delay_ms / 1000)
         ends_at = time.monotonic() + self.config.drain_grace_ms / 1000 + _LAST_WORDS_S
         await self._server.drain(self.config.drain_grace_ms)
@@ -186,9 +185,9 @@ class App:
         """
         if not self.keeper.is_read:
             _log.warning("the store is unavailable: serving without stored keys until it answers")
-            self._server.announce_ready()
+            self._server.health.serving()
         await self.keeper.load()
-        self._server.announce_ready()
+        self._server.health.serving()
         await self.keeper.write()
 
     async def _sweep(self) -> None:
@@ -202,8 +201,8 @@ class App:
             if self._gate is not None:
                 self._gate.recheck()
             if self.keeper.is_on:
-                self._server.announce_store(self.keeper.is_there)
-            self._server.announce_state(all(check.broken is None for check in self._idle_checks()))
+                self._server.health.store(self.keeper.is_there)
+            self._server.health.state(all(check.broken is None for check in self._idle_checks()))
 
     def _recent(self) -> Iterator[tuple[ReplicaHost, Recent]]:
         return ((entry.host, entry.recent) for entry in self.registry.one_by_one())

@@ -15,19 +15,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 
 from kvplane.base.errors import InvalidArgument, KvplaneError, OtherWriter
 from kvplane.base.groups import NULL_BLOCK
 from kvplane.base.retain import Retain
 from kvplane.base.session import NEW_EPOCH, Opened, OpenRequest
 from kvplane.base.step import Part, Step, StepResult
-from kvplane_core.face.interface import ReplicaCore
-from kvplane_service.config import Config
 from kvplane_service.decisions.log import Life
-from kvplane_service.decisions.packed_log import LogBudget
 from kvplane_service.decisions.sent import SentStep
-from kvplane_service.replicas.engine_lives import Clock, Opening, ignore_end, in_slices
+from kvplane_service.replicas.engine_lives import Opening, ignore_end, in_slices
 from kvplane_service.replicas.host_state import HostState
 from kvplane_service.replicas.mirror import WINDOW, Mirror
 from kvplane_service.replicas.published import EntriesScan
@@ -51,20 +48,10 @@ OnDone = Callable[[StepResult], None]
 class ReplicaHost(HostState):
     """Controls one core Replica: which client may write, epochs, the order of steps, the lease, and publication."""
 
-    mirror: Mirror
-
-    def __init__(
-        self,
-        name: str,
-        replica: ReplicaCore,
-        config: Config,
-        clock: Clock,
-        num_ranks: int = 1,
-        logs: LogBudget | None = None,
-    ) -> None:  # fmt: skip
-        """See `HostState`."""
-        super().__init__(name, replica, config, clock, num_ranks, logs)
-        self.mirror = Mirror(self, clock, config.mirror_max_lag_ms, config.max_rows_per_step)
+    @cached_property
+    def mirror(self) -> Mirror:  # type: ignore[override]
+        """Follows an engine that decides itself."""
+        return Mirror(self, self._clock, self._config.mirror_max_lag_ms, self._config.max_rows_per_step)
 
     # ---- the session
 

@@ -32,7 +32,7 @@ from kvplane_service.explain.service import (
 from kvplane_service.replicas.host import ReplicaHost, ReplicaState
 from kvplane_service.rpc import decode, prices
 from kvplane_service.rpc.about import About
-from kvplane_service.rpc.encode import core_status, encode_changes, encode_explanation, encode_requests, encode_snapshot
+from kvplane_service.rpc.encode import encode_changes, encode_explanation, encode_requests, encode_snapshot
 from kvplane_service.rpc.reads import LongReads
 from kvplane_service.runtime.executors import Executor, Offload
 from kvplane_service.runtime.rota import Busy
@@ -64,7 +64,7 @@ class AdminServicer:
     async def Status(self, request: pb.StatusRequest, _: bytes) -> Message:  # noqa: N802
         """Return version, uptime and number of replicas by state."""
         del request
-        about, states = self._about, [entry.host.state for entry in self._registry]
+        (core, why), about, states = loader.chosen(), self._about, [entry.host.state for entry in self._registry]
         return pb.StatusResponse(
             version=about.version,
             now_unix_ms=about.wall_ns() // NS_PER_MS,
@@ -76,7 +76,7 @@ class AdminServicer:
             tracing=about.tracing,
             metrics_address=about.metrics_address,
             recovering_replicas=states.count(ReplicaState.RECOVERING),
-            core=core_status(*loader.chosen()),
+            core=allocation_pb2.CoreStatus(name=core, reason=why),
         )
 
     async def Drain(self, request: pb.DrainRequest, _: bytes) -> Message:  # noqa: N802

@@ -13,7 +13,7 @@ from kvplane.base.step import Cache, Part, Step
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.auth.gate import CALL
 from kvplane_service.auth.visible import VisibleReplicas
-from kvplane_service.registry import Entry, Registration, UnknownReplica
+from kvplane_service.registry import Entry, Registration, Registry, UnknownReplica
 from kvplane_service.replicas.host import new_replica
 from kvplane_service.rpc import decode, encode, lookups, pictures, prices
 from kvplane_service.rpc.methods import Context, timed
@@ -21,8 +21,9 @@ from kvplane_service.rpc.session import SessionStreams
 from kvplane_service.rpc.sources import Planned, names_policy, plan_source
 from kvplane_service.runtime.executors import Executor
 from kvplane_service.runtime.slices import Turns
+from kvplane_service.store.keeper import Keeper
 from kvplane_service.store.owners import OwnerUnknown
-from kvplane_service.store.ownership import Durable
+from kvplane_service.store.ownership import Ownership
 from kvplane_service.unary.calls import EvictCall, PrefetchCall, ResetCall, RetainCall
 
 MAX_PAGE = 1000
@@ -36,10 +37,12 @@ class AllocationServicer:
     answer.
     """
 
-    def __init__(self, registry: VisibleReplicas, streams: SessionStreams, durable: Durable) -> None:
+    def __init__(
+        self, registry: VisibleReplicas, streams: SessionStreams, keeper: Keeper, ownership: Ownership
+    ) -> None:
         self._registry = registry
         self._streams = streams
-        self._keeper, self._ownership = durable.keeper, durable.ownership
+        self._keeper, self._ownership = keeper, ownership
         self._draining = False
         self._offload = Executor("new replicas")
         self._building = Turns("new replicas", MAX_REGISTRATIONS)
@@ -131,7 +134,7 @@ class AllocationServicer:
         if size > MAX_PAGE:
             raise InvalidArgument(f"it is {size}", field="page_size", remedy=f"give at most {MAX_PAGE}")
         after = request.page_token.removeprefix(_AFTER)
-        if request.page_token and (after == request.page_token or not self._registry.is_name(after)):
+        if request.page_token and (after == request.page_token or not Registry.is_name(after)):
             what = f"{request.page_token[:140]!r} is not a page token"
             raise InvalidArgument(what, field="page_token", remedy="send the next_page_token of an earlier answer")
         page = self._registry.page(after, size + 1)

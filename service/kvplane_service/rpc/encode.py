@@ -174,7 +174,7 @@ def encode_description(entry: Entry, report: StoreReport) -> pb.DescribeReplicaR
         store=encode_store(host, report),
         busy_blocks=len(replica.busy_blocks),
         mirror=_encode_mirror(host.mirror) if host.mirror.is_attached else None,
-        core=core_status(loader.core_of(replica), loader.reason_of(replica)),
+        core=pb.CoreStatus(name=loader.core_of(replica), reason=loader.reason_of(replica)),
         tiers=encode_tiers(replica),
         tier_jobs=replica.tiers.open_jobs() if replica.spec.tiers else {},
         tier_counts=tier_counts(replica),
@@ -186,11 +186,6 @@ def encode_description(entry: Entry, report: StoreReport) -> pb.DescribeReplicaR
         age_ms=host.lifetime_ns // _NS_PER_MS,
         last_seen_ms=host.unused_ns // _NS_PER_MS,
     )
-
-
-def core_status(name: str, reason: str) -> pb.CoreStatus:
-    """Return a core's name, and why it is not the compiled one."""
-    return pb.CoreStatus(name=name, reason=reason)
 
 
 def _encode_mirror(mirror: Mirror) -> pb.MirrorStatus:

@@ -28,7 +28,8 @@ from kvplane_service.rpc.session import SessionStreams
 from kvplane_service.rpc.status_page import StatusPage
 from kvplane_service.rpc.ttrpc import TtrpcServer
 from kvplane_service.rpc.workers import WorkersServicer
-from kvplane_service.store.ownership import Durable
+from kvplane_service.store.keeper import Keeper
+from kvplane_service.store.ownership import Ownership
 
 REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 MAX_STREAMS = 1024  # calls at a time on one connection; a client waits for more
@@ -54,6 +55,7 @@ class RpcServer:
     """Serves a registry over gRPC. Create it inside the running event loop.
 
     Attributes:
+        health: what gRPC Health reports.
         page: the status page, for the metrics port.
     """
 
@@ -62,18 +64,19 @@ class RpcServer:
         registry: Registry,
         config: Config,
         about: About,
-        durable: Durable,
+        keeper: Keeper,
+        ownership: Ownership,
         filters: CallFilters,
     ) -> None:
         self._config = config
         self._server = grpc.aio.server(options=server_options(config), interceptors=filters.interceptors)
-        self._ownership = durable.ownership
-        visible = VisibleReplicas(registry, durable.ownership.ensure_local)
-        self._streams = SessionStreams(visible, durable.ownership)
+        self._ownership = ownership
+        visible = VisibleReplicas(registry, ownership.ensure_local)
+        self._streams = SessionStreams(visible, ownership)
         self._events = EventsServicer(visible)
-        self._allocation = AllocationServicer(visible, self._streams, durable)
+        self._allocation = AllocationServicer(visible, self._streams, keeper, ownership)
         services = (_ALLOCATION.full_name, _EVENTS.full_name, _WORKERS.full_name, _ADMIN.full_name)
-        self._health = health.Health(services)
+        self.health = health.Health(services)
         hooks = CallHooks(visible.ensure_local, filters.gate)
         admin = AdminServicer(visible, about)
         methods = unary_methods(_ALLOCATION, self._allocation) | unary_methods(_ADMIN, admin)
@@ -83,14 +86,14 @@ class RpcServer:
             service_handler(_EVENTS, self._events, hooks),
             service_handler(_WORKERS, WorkersServicer(visible), hooks),
             service_handler(_ADMIN, admin, hooks),
-            service_handler(health.SERVICE, self._health.servicer, hooks),
+            service_handler(health.SERVICE, self.health.servicer, hooks),
         )
         self._server.add_generic_rpc_handlers(handlers)
         session = _ALLOCATION.methods_by_name["Session"]
         serve = stream_method(_ALLOCATION.full_name, session, self._allocation, hooks)
         self._local = TtrpcServer({f"/{_ALLOCATION.full_name}/{session.name}": serve}, config)
         self._health_server = grpc.aio.server(options=HEALTH_OPTIONS)
-        open_to_all = service_handler(health.SERVICE, self._health.servicer, CallHooks(visible.ensure_local))
+        open_to_all = service_handler(health.SERVICE, self.health.servicer, CallHooks(visible.ensure_local))
         self._health_server.add_generic_rpc_handlers((open_to_all,))
         self.health_address = ""  # set by `start` if configured
         if config.serves_reflection:
@@ -110,28 +113,12 @@ class RpcServer:
         address = add_port(self._server, config.listen, credentials=credentials)
         if config.health_listen:
             self.health_address = add_port(self._health_server, config.health_listen, "health_listen")
-        self._health.starting()
+        self.health.starting()
         if config.session_socket:
             await self._local.start()
         await self._health_server.start()
         await self._server.start()
         return address
-
-    def announce_ready(self) -> None:
-        """Report in gRPC Health that the service is ready."""
-        self._health.serving()
-
-    def announce_drain(self) -> None:
-        """Report in gRPC Health that the service is not ready, because it drains."""
-        self._health.draining()
-
-    def announce_store(self, is_there: bool) -> None:
-        """Report in gRPC Health whether the store is available."""
-        self._health.store(is_there)
-
-    def announce_state(self, is_sound: bool) -> None:
-        """Report in gRPC Health whether every check of an idle replica has passed."""
-        self._health.state(is_sound)
 
     async def drain(self, grace_ms: int) -> None:
         """Refuse new work, wait at most `grace_ms` for sessions to close, release the replicas, so that other services

@@ -33,7 +33,7 @@ from kvplane_service.store.interface import MAX_SEQ, IndexStore, LogName, Shared
 from kvplane_service.store.journal import Past, ReplicaJournal
 from kvplane_service.store.loading import Load, LoadedLog, Loads, read_record, read_records
 from kvplane_service.store.registration import ReplicaRecord, elsewhere, namespace_of, pack_record
-from kvplane_service.store.writer import Limits, Runtime, StoreWriter, Watch
+from kvplane_service.store.writer import Runtime, StoreWriter, Watch
 
 _LAST_WRITE_S = 5.0
 _LOAD_PAUSE_S = 1.0
@@ -76,7 +76,7 @@ class Keeper:
         self._known: dict[str, int] = {}  # by replica: the process from whose record it was restored
         self._loads = Loads(runtime, config.store_load_ms)
         self._journals: dict[str, ReplicaJournal] = {}
-        self._writer: StoreWriter | None = None
+        self._made: StoreWriter | None = None  # once there is a store
 
     # -- lifecycle ---------------------------------------------------------------------------------------------------
 
@@ -89,9 +89,7 @@ class Keeper:
         Raises:
             KvplaneError: the store cannot be used; it was not changed.
         """
-        config = self._config
-        limits = Limits(config.store_flush_ms, config.store_lag_entries, config.store_lag_ms, config.store_ttl_ms)
-        self._writer = StoreWriter(store, limits, self._runtime)
+        self._made = StoreWriter(store, self._config, self._runtime)
         self._registry.watch(self._entered)
         self._registry.watch_removals(self._removed)
         try:
@@ -111,7 +109,6 @@ class Keeper:
             try:
                 await self._read_in()
             except KvplaneError as error:
-                assert self._writer is not None, "there is no store"
                 self._writer.note_failure(error)
         for name, record in list(self._restored.items()):
             self._start_load(name, record)
@@ -125,12 +122,11 @@ class Keeper:
 
     async def write(self) -> None:
         """Write the changes of published keys (visible to other clients) to the store until cancelled."""
-        assert self._writer is not None, "there is no store"
         await self._writer.run()
 
     async def stop(self, patience_s: float = _LAST_WRITE_S) -> None:
         """Write pending changes within `patience_s` seconds, then close the store. Cancel `write` before."""
-        if self._writer is None:
+        if not self.is_on:
             return
         self._loads.cancel()
         try:
@@ -145,7 +141,7 @@ class Keeper:
         """Wait until the record of the replica `name` is stored or the store fails, so that a restart does not lose a
         registration that was acknowledged.
         """
-        if self._writer is None or not self.is_read:
+        if not (self.is_on and self.is_read):
             return
         try:
             async with asyncio.timeout(self._config.store_timeout_ms / 1000):
@@ -158,7 +154,7 @@ class Keeper:
 
     def report(self, entry: Entry) -> StoreReport:
         """Return the state of the store for a replica."""
-        if self._writer is None or not entry.registration.spec.events:
+        if not self.is_on or not entry.registration.spec.events:
             return StoreReport(StoreState.OFF)
         report, problem = self._writer.report(entry.host.name), self._loads.problem(entry.host.name)
         report = replace(report, failures=report.failures + self._loads.failures)
@@ -167,34 +163,32 @@ class Keeper:
     @property
     def is_on(self) -> bool:
         """True if a store is configured."""
-        return self._writer is not None
+        return self._made is not None
 
     @property
     def is_there(self) -> bool:
         """True if the store answers, the records of its replicas were read, and no read of their entries fails at
         present.
         """
-        is_well = self._writer is not None and not self._writer.report().problem and not self._loads.problem()
+        is_well = self.is_on and not self._writer.report().problem and not self._loads.problem()
         return self.is_read and is_well
 
     def check_answers(self) -> None:
         """Raise StoreUnavailable if the store did not answer its last call, or if its records were not read yet. Does
         not call the store.
         """
-        assert self._writer is not None, "there is no store"
         self._writer.check_answers()
         if not self.is_read:
             raise StoreUnavailable("the service has not read the store yet", field="store", remedy="retry later")
 
     def note_failure(self, error: KvplaneError) -> None:
         """Record that a call of the store failed."""
-        assert self._writer is not None, "there is no store"
         self._writer.note_failure(error)
 
     @property
     def store(self) -> IndexStore | None:
         """The store, None if none is configured."""
-        return self._writer.store if self._writer is not None else None
+        return self._made.store if self._made is not None else None
 
     # -- transfer between services ----------------------------------------------------------------------------------
 
@@ -209,7 +203,6 @@ class Keeper:
         Raises:
             KvplaneError: the replica cannot be registered here.
         """
-        assert self._writer is not None, "there is no store"
         await self._restore(record)
         self._start_load(record.name, record)
         await self._writer.write_record(record.name)
@@ -219,7 +212,6 @@ class Keeper:
         store, then mark the records as released, and as `expired` if only a registration may recover them. `reason`
         is raised to calls that still use the replicas.
         """
-        assert self._writer is not None, "there is no store"
         for name in names:
             self._registry.let_go(name, reason)
             self._restored.pop(name, None)  # stops a load of its entries
@@ -255,16 +247,19 @@ class Keeper:
 
     def confirm(self, name: str) -> None:
         """Write the record of the replica again, which names this service as the owner."""
-        assert self._writer is not None, "there is no store"
         self._writer.record_changed(name)
 
     # -- internals ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _writer(self) -> StoreWriter:
+        assert self._made is not None, "there is no store"
+        return self._made
 
     async def _write_released(self, names: Sequence[str], expired: bool) -> bool:
         """Write all changes of the replicas, then their records, marked as released to other services. So a service
         that reads a released record finds all entries. Returns False if the store failed.
         """
-        assert self._writer is not None, "there is no store"
         self.check_answers()
         if not await self._writer.write_all():
             return False
@@ -286,7 +281,6 @@ class Keeper:
         return record.owner == self.owner or not self._config.store.startswith("redis")
 
     def _leave(self, name: str) -> None:
-        assert self._writer is not None, "there is no store"
         self._journals.pop(name, None)
         self._restored.pop(name, None)
         self._writer.leave(name)
@@ -310,7 +304,6 @@ class Keeper:
         """Open the store, and register the replicas of this service that the store has. Raises the errors of the
         store.
         """
-        assert self._writer is not None, "there is no store"
         store = self._writer.store
         await store.open()
         records = await read_records(store, self._entropy.wall_clock_ms())
@@ -351,7 +344,6 @@ class Keeper:
         """Read the entries (stored states of blocks) of the replica with this record once, without retries. Raises the
         errors of the store, and Busy; StoreUnavailable after the time `ends_ns`.
         """
-        assert self._writer is not None, "there is no store"
         host = self._registry.get(name).host
         recovering, log = host.recovering, LoadedLog()
         assert recovering is not None, "no session opens a replica that is loading"
@@ -377,7 +369,6 @@ class Keeper:
 
     def _begin_empty(self, name: str, record: ReplicaRecord) -> None:
         """Let the replica with this record begin without stored entries, and delete the log that cannot be read."""
-        assert self._writer is not None, "there is no store"
         recovering = self._registry.get(name).host.recovering
         if recovering is None or not self._is_loading(name, record):
             return  # deregistered or given up meanwhile
@@ -389,7 +380,6 @@ class Keeper:
 
     def _entered(self, entry: Entry) -> None:
         """Start writing a replica that was registered or restored."""
-        assert self._writer is not None, "there is no store"
         host, name, record = entry.host, entry.host.name, self._restored.get(entry.host.name)
         incarnation = record.incarnation if record else self._entropy.draw()
         log = LogName(name, namespace_of(entry.registration), incarnation)
@@ -403,14 +393,12 @@ class Keeper:
         self._writer.watch(name, Watch(journal, pack, host.idle, superseded, may_record=may_record))
 
     def _removed(self, name: str) -> None:
-        assert self._writer is not None, "there is no store"
         del self._journals[name]
         self._restored.pop(name, None)
         self._writer.forget(name)
 
     def _lost(self, name: str, journal: ReplicaJournal) -> None:
         """Delete the entries of a replica that is not as its engine has it; an image writes them again."""
-        assert self._writer is not None, "there is no store"
         if self._journals.get(name) is journal:
             self._writer.drop(journal.drop_all())
 
@@ -423,7 +411,6 @@ class Keeper:
         """Handle a new engine life (a new epoch): write the record again, because it has the epoch; if the page memory
         is another one, start another log.
         """
-        assert self._writer is not None, "there is no store"
         if life.incarnation not in (0, journal.log.incarnation):
             log, now_ms = LogName(name, journal.log.namespace, life.incarnation), self._entropy.wall_clock_ms()
             # The time in ms is above all chunk numbers of that log, because no log gets a chunk per millisecond.
@@ -446,7 +433,6 @@ class Keeper:
         engine has its session here, nothing is written: `Ownership.beat` rewrites the record or gives the replica up.
         Returns True if all entries will be written again.
         """
-        assert self._writer is not None, "there is no store"
         record = await read_record(self._writer.store, name)
         if self._journals.get(name) is not journal:
             return False  # given up meanwhile
@@ -467,7 +453,6 @@ class Keeper:
         """
         if self.shared_store is None:
             return True
-        assert self._writer is not None, "there is no store"
         record = await read_record(self._writer.store, name)
         if self._journals.get(name) is not journal:
             return False  # given up meanwhile
@@ -496,4 +481,4 @@ class Keeper:
         """Return True if the record was stored since its content last changed. Another process may have replaced the
         stored record.
         """
-        return self._writer is not None and self._writer.is_recorded(name)
+        return self.is_on and self._writer.is_recorded(name)

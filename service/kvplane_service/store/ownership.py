@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable
-from dataclasses import dataclass
 from functools import partial
 from weakref import WeakValueDictionary
 
@@ -283,14 +282,6 @@ class Ownership:
 
     def _lock(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())
-
-
-@dataclass(frozen=True, slots=True)
-class Durable:
-    """The parts of a service that use the store: the writer and reader of its data, and the owner of its replicas."""
-
-    keeper: Keeper
-    ownership: Ownership
 
 
 async def is_gone(address: str) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from kvplane.base.errors import KvplaneError
+from kvplane_service.config import Config
 from kvplane_service.runtime.executors import Offload
 from kvplane_service.runtime.reports import StoreReport, StoreState
 from kvplane_service.store.errors import STORE_ERRORS, LogSuperseded, StoreUnavailable
@@ -25,16 +26,6 @@ _RENEWALS_PER_TTL = 4
 _MAX_DROPS = 4096
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Pauses and limits of the writer, from the configuration keys with these names and the prefix `store_`."""
-
-    flush_ms: int
-    lag_entries: int
-    lag_ms: int
-    ttl_ms: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +72,9 @@ class Watch:
 class StoreWriter:
     """Writes the changes of all watched replicas to a store."""
 
-    def __init__(self, store: IndexStore, limits: Limits, runtime: Runtime) -> None:
+    def __init__(self, store: IndexStore, config: Config, runtime: Runtime) -> None:
         self.store = store
-        self._limits = limits
+        self._config = config
         self._runtime = runtime
         self._watched: dict[str, Watch] = {}
         self._drops: dict[str, LogName] = {}  # logs to delete, by the log's text
@@ -139,7 +130,7 @@ class StoreWriter:
         lags = [watch.journal.lag for watch in watched]
         lag_ms = max((lag.waiting_ns for lag in lags), default=0) // _NS_PER_MS
         left = sum(lag.resync_left for lag in lags)
-        if any(lag.shed for lag in lags) or lag_ms > self._limits.lag_ms or self._problem:
+        if any(lag.shed for lag in lags) or lag_ms > self._config.store_lag_ms or self._problem:
             state = StoreState.DEGRADED
         else:
             state = StoreState.CATCHING_UP if left else StoreState.OK
@@ -163,7 +154,7 @@ class StoreWriter:
     async def run(self) -> None:
         """Write the changes of all replicas periodically, until cancelled."""
         while True:
-            pause_s = self._pause_s or self._limits.flush_ms / 1000
+            pause_s = self._pause_s or self._config.store_flush_ms / 1000
             await self._runtime.sleep(pause_s)
             await self.write_all()
 
@@ -227,7 +218,7 @@ class StoreWriter:
         expires.
         """
         now = self._runtime.clock()
-        renew = now - watch.renewed_ns > self._limits.ttl_ms * _NS_PER_MS // _RENEWALS_PER_TTL
+        renew = now - watch.renewed_ns > self._config.store_ttl_ms * _NS_PER_MS // _RENEWALS_PER_TTL
         if not (watch.record_due or renew) or (watch.may_record is not None and not await watch.may_record()):
             return
         watch.record_due, is_stored = False, False
