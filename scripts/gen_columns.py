@@ -30,6 +30,7 @@ FILES: dict[str, Callable[[Sequence[Message]], Iterator[str]]] = {
     "service/kvplane_core/cpp/ranges.h": cpp.ranges,
     "service/kvplane_core/cpp/orders.h": cpp.orders,
     "service/kvplane_core/cpp/sections.h": cpp.structs,
+    "service/kvplane_core/cpp/values.h": cpp.values_of_fields,
     "service/kvplane_core/cpp/wire_messages.h": cpp.wire,
 }
 

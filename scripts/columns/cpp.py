@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from kvplane.base import values
+from kvplane.base.groups import Medium
 from scripts.columns.schema import BITS, I32, NAMES, SECTIONS, U32, U64, Field, Message, by_row
 
 UNLIMITED = 0xFFFFFFFF
@@ -337,3 +339,31 @@ def answers(messages: Sequence[Message]) -> Iterator[str]:
     for message in _named(messages, ("Blocks", "Orders", "PartResult")):
         yield f"constexpr size_t kNum{message.name} = sizeof k{message.name} / sizeof k{message.name}[0];"
     yield from ("", "}  // namespace")
+
+
+_ENUMERATIONS = {
+    values.End: "kEnd", values.OnRefusal: "k", values.Watermark: "k", values.RowFlag: "k", values.AdmitStatus: "k",
+    values.EventKind: "k", values.RemoveReason: "k", Medium: "k",
+}  # fmt: skip
+_CONSTANTS = ("UNLIMITED", "UNCHANGED", "ANY_HIT", "MAX_LOOKAHEAD", "MAX_NS", "MAX_WITHIN_NS")
+_OTHER_NAMES = {"RemoveReason.NONE": "kNoReason", "RowFlag.NONE": "", "Medium.DEVICE": ""}  # "": it has none
+
+
+def values_of_fields(messages: Sequence[Message]) -> Iterator[str]:
+    """Yield the constants and enumerations of `kvplane.base.values`."""
+    del messages
+    yield from ("// The constants and enumerations of `kvplane.base.values`.", "#pragma once", "", "#include <cstdint>")
+    yield from ("", "namespace kvplane {", "")
+    for name in _CONSTANTS:
+        yield f"constexpr int64_t k{_camel(name)} = {getattr(values, name)};"
+    for kind, prefix in _ENUMERATIONS.items():
+        yield from ("", f"enum {kind.__name__} : int64_t {{")
+        for name, one in kind.__members__.items():
+            if named := _OTHER_NAMES.get(f"{kind.__name__}.{name}", prefix + _camel(name)):
+                yield f"    {named} = {one.value},"
+        yield "};"
+    yield from ("", "}  // namespace kvplane")
+
+
+def _camel(name: str) -> str:
+    return "".join(word.capitalize() for word in name.split("_"))

@@ -98,7 +98,7 @@ def test_the_index_finds_what_a_map_finds(tmp_path, blocks, bits):
 
 @pytest.mark.skipif(shutil.which(COMPILER) is None, reason="there is no C++ compiler")
 def test_a_distance_that_does_not_fit_is_not_taken_for_itself(tmp_path):
-    for name in ("types.h", "keys.h"):
+    for name in ("values.h", "types.h", "keys.h"):
         text = (FOLDER / name).read_text()
         (tmp_path / name).write_text(text.replace("kept < Longest() ? kept :", "kept <= Longest() ? kept :"))
     try:
@@ -118,7 +118,7 @@ def test_keys_that_differ_in_one_byte_spread_over_the_index(tmp_path):
 @pytest.mark.skipif(shutil.which(COMPILER) is None, reason="there is no C++ compiler")
 def test_a_byte_that_is_not_mixed_is_caught(tmp_path):
     """The number of the pair once took the place of the last byte."""
-    for name in ("types.h", "keys.h"):
+    for name in ("values.h", "types.h", "keys.h"):
         text = (FOLDER / name).read_text()
         (tmp_path / name).write_text(text.replace("word[3] ^ secrets_[3]", "(word[3] << 8 | 1) ^ secrets_[3]"))
     counts = places(tmp_path, tmp_path)

@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.packaging, pytest.mark.timeout(600)]
 
 LINES = {
     "Admit": '  // u32, default 7: a probe.\n  bytes probe = 18 [(column) = {default: 7, range: "0 to 9"}];\n',
-    "Orders": '  // u32: probes.\n  bytes probe_block = 28 [(column) = {table: "probe"}];\n',
-    "PartResult": "  // u32: probes.\n  bytes probe = 26 [(column) = {rows: ANY}];\n",
+    "Orders": '  // u32: probes.\n  bytes probe_block = 98 [(column) = {table: "probe"}];\n',
+    "PartResult": "  // u32: probes.\n  bytes probe = 98 [(column) = {rows: ANY}];\n",
 }
 PROGRAM = """
 from kvplane import wire
@@ -95,6 +95,6 @@ def test_one_line_of_the_contract_adds_a_column(tmp_path):
     run("scripts/gen_proto.py")
     run("-m", "scripts.gen_columns")
     changed = [path for path in FILES if (tmp_path / path).read_text() != (ROOT / path).read_text()]
-    assert len(changed) == len(FILES)
+    assert {*FILES}.difference(changed) == {"service/kvplane_core/cpp/values.h"}  # it is that of types, not of columns
     run("clients/python/native_build.py")
     run("-c", PROGRAM)

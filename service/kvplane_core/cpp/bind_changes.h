@@ -47,21 +47,8 @@ inline PyObject* Prepare(Replica& replica, const std::vector<std::pair<std::stri
     return Capsule(std::move(pool), kPool, destroy);
 }
 
-// A slot of a tier with a recovered key: (id, domain, group, digest, version).
-struct RecoveredSlot {
-    Int id = 0;
-    std::string domain;
-    Int group = 0;
-    Digest digest;
-    Int version = 0;
-};
-inline void FromPy(PyObject* given, RecoveredSlot* slot) {
-    FromPy(At(given, 0), &slot->id);
-    FromPy(At(given, 1), &slot->domain);
-    FromPy(At(given, 2), &slot->group);
-    FromPy(At(given, 3), &slot->digest);
-    FromPy(At(given, 4), &slot->version);
-}
+// A slot of a tier with a recovered key: id, domain, group, digest, version.
+using RecoveredSlot = std::tuple<Int, std::string, Int, Digest, Int>;
 
 // Installs the keys of a pool that `prepare` made, and of slots, the one to evict first first.
 inline void InstallKeys(Core& core, PyObject* pool, const std::vector<RecoveredSlot>& slots) {
@@ -70,22 +57,22 @@ inline void InstallKeys(Core& core, PyObject* pool, const std::vector<RecoveredS
     const Spec& spec = core.replica.spec;
     const Tiers& before = core.replica.blocks.tiers;
     Check(prepared->num_blocks == spec.num_blocks && prepared->keys_of_group.size() == spec.groups.size());
-    for (const RecoveredSlot& one : slots) {
-        Check(one.id >= 0 && one.id < kUnlimited && IsGroup(core.replica, one.group));
-        const Location at = before.LocationOf(static_cast<Block>(one.id));
+    for (const auto& [id, domain, group, digest, version] : slots) {
+        Check(id >= 0 && id < kUnlimited && IsGroup(core.replica, group));
+        const Location at = before.LocationOf(static_cast<Block>(id));
         Check(at.slot != kNoSlot && at.slot < before.each[static_cast<size_t>(at.tier)].num_slots);
-        Check(one.version > 0 && one.version <= static_cast<Int>(kVersions));
+        Check(version > 0 && version <= static_cast<Int>(kVersions));
     }
     Require(core.replica.blocks.pool.index.count() == 0, "only an unused pool can recover");
     Change(core, [&](Replica& replica) {
         Tiers& tiers = replica.blocks.tiers;
         Pairs& pairs = replica.blocks.pool.pairs;
         Install(replica.blocks.pool, *prepared);
-        for (const RecoveredSlot& one : slots) {
-            const Location at = tiers.LocationOf(static_cast<Block>(one.id));
-            const Key key{pairs.Of(pairs.DomainOf(one.domain), one.group), one.digest};
-            tiers.each[static_cast<size_t>(at.tier)].Install(at.slot, key, one.version);
-            tiers.last_job = std::max(tiers.last_job, one.version);
+        for (const auto& [id, domain, group, digest, version] : slots) {
+            const Location at = tiers.LocationOf(static_cast<Block>(id));
+            const Key key{pairs.Of(pairs.DomainOf(domain), group), digest};
+            tiers.each[static_cast<size_t>(at.tier)].Install(at.slot, key, version);
+            tiers.last_job = std::max(tiers.last_job, version);
         }
         for (Tier& one : tiers.each) one.EndInstall();
     });

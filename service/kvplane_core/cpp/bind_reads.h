@@ -12,13 +12,16 @@ inline bool IsGroup(const Replica& replica, Int group) {
     return group >= 0 && group < static_cast<Int>(replica.spec.groups.size());
 }
 
-// A key of which no block need know the domain.
+// The number of a domain, which no block need know.
+inline uint32_t DomainOf(const Replica& replica, const std::string& domain) {
+    uint32_t id = kUnknownDomain;
+    replica.blocks.pool.pairs.Known(domain, &id);
+    return id;
+}
+
 inline Key NamedKey(const Replica& replica, const std::string& domain, Int group, const Digest& digest) {
     Check(IsGroup(replica, group));
-    const Pairs& pairs = replica.blocks.pool.pairs;
-    uint32_t id = kUnknownDomain;
-    pairs.Known(domain, &id);
-    return Key{pairs.Of(id, group), digest};
+    return Key{replica.blocks.pool.pairs.Of(DomainOf(replica, domain), group), digest};
 }
 
 // -- look-ups -------------------------------------------------------------------------------------------------------
@@ -66,8 +69,7 @@ inline PyObject* Find(Core& core, const std::vector<uint8_t>& joined, size_t siz
     Digests digests;
     digests.bytes = joined;
     digests.size = size;
-    uint32_t id = kUnknownDomain;
-    PoolOf(core.replica).pairs.Known(domain, &id);
+    const uint32_t id = DomainOf(core.replica, domain);
     return LookUp(core, digests.count(), [&] {
         return core.replica.blocks.lookup->Find(digests, id, max_tokens, core.replica.Horizon());
     });
@@ -75,8 +77,7 @@ inline PyObject* Find(Core& core, const std::vector<uint8_t>& joined, size_t siz
 
 // The hit of at most `longest` tokens that the replica's own requests may use, of keys without a domain.
 inline PyObject* FindInside(Core& core, const Digests& digests, Int max_tokens, Int longest) {
-    uint32_t id = kUnknownDomain;
-    PoolOf(core.replica).pairs.Known(std::string(), &id);
+    const uint32_t id = DomainOf(core.replica, "");
     return LookUp(core, digests.count(), [&] {
         return core.replica.blocks.lookup->Find(digests, id, max_tokens, kInside, longest);
     });
@@ -84,9 +85,7 @@ inline PyObject* FindInside(Core& core, const Digests& digests, Int max_tokens, 
 
 // The same of each group by itself: blocks, and lengths in tokens.
 inline auto FindEach(Replica& replica, const Digests& digests, Int max_tokens) {
-    uint32_t id = kUnknownDomain;
-    PoolOf(replica).pairs.Known(std::string(), &id);
-    return replica.blocks.lookup->FindEach(digests, id, max_tokens);
+    return replica.blocks.lookup->FindEach(digests, DomainOf(replica, ""), max_tokens);
 }
 
 // The hit of at most `limit` tokens of a request; None: the slot has none.

@@ -6,6 +6,8 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <ranges>
+
 #include "replica.h"
 
 namespace kvplane {
@@ -54,16 +56,10 @@ inline PyObject* NotNull(PyObject* object) {
 
 // Declared before their use in each other: lookup by argument does not find them for types of the standard library.
 PyObject* ToPy(const Key& key);
-template <typename T>
-PyObject* ToPy(const std::vector<T>& values);
-template <typename T>
-PyObject* ToPy(const std::set<T>& values);
-template <typename T, size_t N>
-PyObject* ToPy(const std::array<T, N>& values);
+template <std::ranges::range Values>
+PyObject* ToPy(const Values& values);
 template <typename A, typename B>
 PyObject* ToPy(const std::pair<A, B>& value);
-template <typename K, typename V>
-PyObject* ToPy(const std::map<K, V>& values);
 template <typename... T>
 PyObject* ToPy(const std::tuple<T...>& values);
 template <typename T>
@@ -73,6 +69,8 @@ template <typename T>
 void FromPy(PyObject* object, std::vector<T>* values);
 template <typename A, typename B>
 void FromPy(PyObject* object, std::pair<A, B>* value);
+template <typename... T>
+void FromPy(PyObject* object, std::tuple<T...>* value);
 template <typename K, typename V>
 void FromPy(PyObject* object, std::map<K, V>* values);
 
@@ -94,24 +92,13 @@ inline PyObject* ToBytes(const uint8_t* data, size_t size) {
 inline PyObject* ToPy(const Digest& digest) { return ToBytes(digest.bytes.data(), digest.size); }
 inline PyObject* ToPy(const std::vector<uint8_t>& bytes) { return ToBytes(bytes.data(), bytes.size()); }
 
-template <typename Range>
-PyObject* ToList(const Range& values) {
+// A list; of a map, one of pairs.
+template <std::ranges::range Values>
+PyObject* ToPy(const Values& values) {
     Owned list(PyList_New(static_cast<Py_ssize_t>(values.size())));
     Py_ssize_t at = 0;
     for (const auto& value : values) PyList_SetItem(list.get(), at++, ToPy(value));
     return list.Release();
-}
-template <typename T>
-PyObject* ToPy(const std::vector<T>& values) {
-    return ToList(values);
-}
-template <typename T>
-PyObject* ToPy(const std::set<T>& values) {
-    return ToList(values);
-}
-template <typename T, size_t N>
-PyObject* ToPy(const std::array<T, N>& values) {
-    return ToList(values);
 }
 
 // Steals the references.
@@ -142,11 +129,6 @@ PyObject* ToPy(const std::tuple<T...>& values) {
 template <typename T>
 PyObject* ToPy(const std::optional<T>& value) {
     return value ? ToPy(*value) : Py_NewRef(Py_None);
-}
-// A list of pairs.
-template <typename K, typename V>
-PyObject* ToPy(const std::map<K, V>& values) {
-    return ToList(values);
 }
 
 // A capsule that owns the value.
@@ -223,6 +205,11 @@ template <typename A, typename B>
 void FromPy(PyObject* object, std::pair<A, B>* value) {
     FromPy(At(object, 0), &value->first);
     FromPy(At(object, 1), &value->second);
+}
+template <typename... T>
+void FromPy(PyObject* object, std::tuple<T...>* value) {
+    Py_ssize_t at = 0;
+    std::apply([&](auto&... one) { (FromPy(At(object, at++), &one), ...); }, *value);
 }
 inline void FromPy(PyObject* object, Key* key) {
     FromPy(At(object, 0), &key->pair);

@@ -65,7 +65,6 @@ bool ReadEntries(PyObject* object, std::vector<T>* entries) {
     });
     return fit;
 }
-inline bool ReadTexts(PyObject* object, std::vector<std::string>* texts) { return ReadEntries(object, texts); }
 inline bool ReadBits(PyObject* object, Column* column) {
     std::vector<uint64_t> bits;
     const bool fit = ReadEntries(object, &bits);
@@ -86,7 +85,7 @@ inline void ReadValue(PyObject* object, TokenIds* tokens) { ReadTokens(object, t
 inline void ReadValue(PyObject* object, bool* flag) { *flag = IsTrue(object); }
 inline void ReadValue(PyObject* object, SingleNumber number) { *number.value = NumberOfStep(object); }
 inline void ReadValue(PyObject* object, SingleChoice choice) { *choice.value = NumberOfStep(object); }
-inline void ReadValue(PyObject* object, Texts texts) { *texts.fit = ReadTexts(object, texts.entries); }
+inline void ReadValue(PyObject* object, Texts texts) { *texts.fit = ReadEntries(object, texts.entries); }
 inline void ReadValue(PyObject* object, Counted list) {
     list.entries->clear();  // which a step that was read from a message may have left
     *list.count = Count(object);

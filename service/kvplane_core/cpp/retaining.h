@@ -109,7 +109,7 @@ class Retainer {
 
     RetainOutcome OverBudget(size_t place) const {
         if (place == kDevice) return kOverBudget;
-        return retained_.tiers[place - 1]->medium == kHostMedium ? kOverHostBudget : kOverDiskBudget;
+        return retained_.tiers[place - 1]->medium == kHost ? kOverHostBudget : kOverDiskBudget;
     }
 
     void Release(const Retention& name, const Column& most, PartResult* result) {

@@ -125,7 +125,6 @@ struct JobOrders {
     Values stamp;
 
     bool empty() const { return load.empty() && save.empty() && move.empty() && stamp.empty(); }
-    size_t num_values() const { return 8 * load.size() + 7 * (save.size() + move.size()); }
 
     // Returns the rows, and makes room for as many.
     JobOrders Take() {

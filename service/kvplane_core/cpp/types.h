@@ -24,6 +24,8 @@
 #include <utility>
 #include <vector>
 
+#include "values.h"
+
 namespace kvplane {
 
 using Block = uint32_t;
@@ -41,46 +43,16 @@ constexpr bool kSmallTables = false;
 constexpr Block kNullBlock = 0;
 constexpr Int kForever = Int{1} << 62;
 constexpr Int kInside = Int{1} << 62;  // look-up horizon of the replica's own requests
-constexpr Int kUnlimited = 0xFFFFFFFF;
-constexpr Int kUnchanged = -1;
-constexpr Int kAnyHit = -1;
 constexpr Int kNotTracked = -1;
 constexpr Int kMaxTokens = Int{1} << 30;
 constexpr Int kMaxSlots = Int{1} << 14;
 constexpr Int kMaxGroups = 64;
-constexpr Int kMaxLookahead = 4096;
-constexpr Int kMaxNs = (Int{1} << 62) - 1;  // of a time
 constexpr Int kMaxPriority = 100;
-constexpr Int kMaxWithinNs = Int{3600} * 1'000'000'000;
 constexpr Int kMaxCostNs = 60'000'000'000;
 constexpr size_t kDigestBytes = 32;
 
-enum End : Int { kEndNone = 0, kEndFree = 1, kEndHeld = 2, kEndPreempted = 3 };
-enum OnRefusal : Int { kStop = 0, kSkip = 1, kPreempt = 2 };
-enum Watermark : Int { kAuto = 0, kAlways = 1, kNever = 2 };
-enum RowFlag : Int { kReservedAlign = 1, kDelayCaching = 2, kFullFit = 4, kWhole = 8, kUnaligned = 16, kLoad = 32 };
-enum AdmitStatus : Int {
-    kNotReached = 0,
-    kGranted = 1,
-    kRefused = 2,
-    kDeferred = 3,
-    kStaleHit = 4,
-    kNoRoom = 5,
-    kNeverFits = 6,
-    kNotWaiting = 7
-};
-enum EventKind : Int { kStored = 1, kRemoved = 2, kCleared = 3 };
-enum RemoveReason : Int {
-    kNoReason = 0,
-    kEvicted = 1,
-    kDropped = 2,
-    kPromoted = 3,
-    kWithdrawn = 4,
-    kUnverified = 5,
-    kMoved = 6,
-    kLeftWindow = 7
-};
-enum Medium : Int { kHost = 1, kDisk = 2, kPeers = 3 };
+constexpr Int kReservedAlign = 1;  // a bit of flags that is ignored
+
 enum SavePolicy : Int { kBehind = 0, kThrough = 1, kReuse = 2 };
 enum Policy : Int { kLru = 0, kWindowTail = 1, kTurnTail = 2, kHazard = 3 };
 enum Kind : Int {
@@ -89,11 +61,11 @@ enum Kind : Int {
     kWindow = 2,
     kWindowMla = 3,
     kChunked = 4,
-    kCross = 5,
-    kSinkFull = 6,
-    kRetainedWindow = 7,
-    kRing = 8,
-    kAlignedState = 9,
+    kAlignedState = 5,
+    kCross = 6,
+    kSinkFull = 7,
+    kRetainedWindow = 8,
+    kRing = 9,
     kUncachedState = 10
 };
 
@@ -180,8 +152,6 @@ struct GroupSpec {
     bool is_cached() const { return kind != kCross && kind != kRing && kind != kUncachedState; }
     bool is_state() const { return kind == kAlignedState || kind == kUncachedState; }
 };
-
-constexpr Int kHostMedium = 1;  // a Medium
 
 struct TierSpec {
     Int medium, num_slots, save;  // save: its SavePolicy

@@ -15,20 +15,11 @@ from kvplane.base.groups import (
 from kvplane.base.hashing import HashScheme
 from kvplane_core.face.setup import most_ahead
 
-KINDS = {
-    GroupKind.FULL_ATTENTION: 0,
-    GroupKind.MLA: 1,
-    GroupKind.SLIDING_WINDOW: 2,
-    GroupKind.SLIDING_WINDOW_MLA: 3,
-    GroupKind.CHUNKED_LOCAL: 4,
-    GroupKind.CROSS: 5,
-    GroupKind.SINK_FULL: 6,
-    GroupKind.R_SWA: 7,
-    GroupKind.RING: 8,
-}
-ALIGNED_STATE, UNCACHED_STATE = 9, 10
-SAVES = {SavePolicy.BEHIND: 0, SavePolicy.THROUGH: 1, SavePolicy.REUSE: 2}
-POLICIES = {EvictionPolicy.LRU: 0, EvictionPolicy.WINDOW_TAIL: 1, EvictionPolicy.TURN_TAIL: 2, EvictionPolicy.HAZARD: 3}
+# The numbers that types.h gives to these.
+KINDS = {kind: number for number, kind in enumerate(GroupKind)}  # that of MAMBA is the one of states that are cached
+UNCACHED_STATE = len(KINDS)
+SAVES = {policy: number for number, policy in enumerate(SavePolicy)}
+POLICIES = {policy: number for number, policy in enumerate(EvictionPolicy)}
 
 
 def settings(spec: ReplicaSpec, digest_size: int) -> list[int]:
@@ -54,8 +45,8 @@ def of_hashes(scheme: HashScheme) -> tuple[bytes, tuple[object, int] | None]:
 
 def of_group(group: GroupSpec) -> list[int]:
     """Return the fields of a group of layers of a normalized spec, in the order of `GroupSpec` in types.h."""
-    states = ALIGNED_STATE if group.mamba_mode is MambaMode.ALIGN else UNCACHED_STATE
-    kind = states if group.kind is GroupKind.MAMBA else KINDS[group.kind]
+    is_uncached = group.kind is GroupKind.MAMBA and group.mamba_mode is not MambaMode.ALIGN
+    kind = UNCACHED_STATE if is_uncached else KINDS[group.kind]
     sinks = group.sink_tokens // group.block_size
     return [
         kind, group.block_size, group.window, group.chunk, int(group.is_draft), int(group.drops_last_block),

@@ -197,12 +197,3 @@ class RetainedWindowManager(FullAttentionManager):
         """
         window_start = max(self.requests.num_prompt[slot], num_computed - self.spec.window)
         return NULL_BLOCK not in self.table[slot][window_start // self.block_size :]
-
-
-__all__ = [
-    "FullAttentionManager",
-    "RetainedWindowManager",
-    "SinkManager",
-    "register_inside_block",
-    "report_stored_inside",
-]

@@ -16,7 +16,3 @@ slot of a tier has a *version*, the job that wrote it, which no other content ev
     entries     the exported state of the tiers
     invariants  checks them
 """
-
-from kvplane_core.spec.tiers.tiers import Load, Location, Move, Save, Tiers
-
-__all__ = ["Load", "Location", "Move", "Save", "Tiers"]
