@@ -156,7 +156,7 @@ def test_an_invalid_extra_key_is_refused_by_field(field: str) -> None:
     assert refused.value.field == f"extra_keys.{field}"
 
 
-# -- Incremental, lookahead ----------------------------------------------------
+# -- Incremental, lookahead, coarser views -------------------------------------
 
 
 @given(
@@ -228,6 +228,23 @@ def test_a_lookahead_hash_has_the_form_of_the_reference() -> None:
     behind = [[["mm", "cat", 5]], *PROMPT[4:6]]
     expected = hashlib.sha256(cbor2.dumps([scheme.none_hash, PROMPT[:4], behind], canonical=True)).digest()
     assert RequestHasher(scheme, keys).append(pack_tokens(PROMPT[:6])) == expected
+
+
+def test_hash_view_has_the_last_hash_of_each_larger_block() -> None:
+    scheme = HashScheme.named(8)
+    a, b, c, d, e = hashes_of(PROMPT)
+    fine = b"".join([a, b, c, d, e])
+    assert scheme.coarser(fine, 16) == b + d
+    assert scheme.coarser(fine, 24) == c
+    assert scheme.coarser(fine, 8) == fine
+    assert scheme.coarser(fine, 48) == b""
+
+
+@pytest.mark.parametrize("block_size", [0, 4, 12, -8])
+def test_hash_view_of_a_non_multiple_block_size_is_refused(block_size: int) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        HashScheme.named(8).coarser(bytes(64), block_size)
+    assert refused.value.field == "block_size"
 
 
 # -- Seeds ---------------------------------------------------------------------

@@ -76,6 +76,22 @@ class HashScheme:
         """Return the compiled function that hashes blocks without extra keys, see `hasher_of`; None without it."""
         return None if self.lookahead else hasher_of(self.digest, self.block_size)
 
+    def coarser(self, hashes: bytes, block_size: int) -> bytes:
+        """Return the hashes of larger blocks, of `block_size` tokens: the hash of a larger block is the last of the
+        given hashes within it.
+
+        Raises:
+            InvalidArgument: `block_size` is not a multiple of the scheme's block size.
+        """
+        k, rest = divmod(block_size, self.block_size)
+        if rest or k < 1:
+            raise InvalidArgument(
+                f"{block_size} is not a multiple of the hash block size {self.block_size}",
+                field="block_size",
+                remedy="choose a hash block size that divides the block size of every group",
+            )
+        return b"".join(split_hashes(hashes, self.digest.size)[k - 1 :: k])
+
 
 def split_hashes(hashes: bytes, digest_size: int) -> list[bytes]:
     """Split concatenated digests into a list, one entry per digest of `digest_size` bytes."""
