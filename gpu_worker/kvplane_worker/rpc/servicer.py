@@ -24,6 +24,7 @@ from kvplane.base.errors import (
 from kvplane.base.rank_plan import RankPlan
 from kvplane.base.worker import WorkerInfo, WorkerState
 from kvplane.v1 import worker_pb2 as pb
+from kvplane.wire.same import decode_same, encode_same
 from kvplane_kernels.select import Choice
 from kvplane_worker import transfers
 from kvplane_worker.lending.holdings import Holdings
@@ -206,10 +207,10 @@ class WorkerServicer:
     def Transfer(self, request: pb.TransferRequest, _: Caller | None = None) -> Message:  # noqa: N802
         """Copy pages within the rank, or to and from the staging buffer; see worker.proto."""
         self._check_token(request.token)
-        order, holdings = wire.decode_transfer(request), self._served.holdings
+        order, holdings = decode_same(transfers.Transfer, request), self._served.holdings
         with self._a_thread(), self._accepting(order), self._one_transfer, self._writing(order, request.epoch):
             outcome = transfers.transfer(holdings, self._served.backend.ops, order)
-        return wire.encode_transferred(outcome)
+        return encode_same(outcome, pb.TransferResponse, "outcome")
 
     @contextmanager
     def _accepting(self, order: transfers.Transfer) -> Iterator[None]:
@@ -256,7 +257,7 @@ class WorkerServicer:
         with self._a_thread():
             served, blocks = self._served, list(request.blocks)
             outcome = transfers.checksum(served.holdings, served.backend.ops, request.group, blocks)
-        return wire.encode_checksums(outcome)
+        return encode_same(outcome, pb.ChecksumResponse, "outcome")
 
     def Claim(self, request: pb.ClaimRequest, _: Caller | None = None) -> Message:  # noqa: N802
         """Make a new engine life (epoch) the owner of the pages, the only one that may write them; see worker.proto."""
@@ -292,6 +293,6 @@ def _tiers_of(movers: Movers | None) -> list[pb.WorkerTier]:
     """Return the messages of a worker's tiers. Not in `wire`, which engines import: tiers need packages of a worker."""
     tiers = enumerate(movers.tiers if movers is not None else ())
     return [
-        client_wire.encode_same(use_of(one), pb.WorkerTier, f"tiers[{number}]", num_blocks=one.spec.num_blocks)
+        encode_same(use_of(one), pb.WorkerTier, f"tiers[{number}]", num_blocks=one.spec.num_blocks)
         for number, one in tiers
     ]

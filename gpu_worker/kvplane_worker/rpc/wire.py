@@ -9,20 +9,14 @@ from kvplane.base.errors import InvalidArgument
 from kvplane.base.rank_plan import RankPlan
 from kvplane.v1 import worker_pb2 as pb
 from kvplane.wire.columns import U32, pack, unpack
-from kvplane.wire.same import decode_enum
+from kvplane.wire.same import encode_same
 from kvplane_worker.lending.holdings import Handles, Holdings
 from kvplane_worker.memory import MemoryHandle, MemoryKind
-from kvplane_worker.transfers import Outcome, Transfer, TransferKind
 
 
 def encode_handle(handle: MemoryHandle) -> pb.MemoryHandle:
     """Return the message of a memory handle."""
-    message = pb.MemoryHandle(
-        offset_bytes=handle.offset_bytes,
-        size_bytes=handle.size_bytes,
-        device=handle.device,
-        device_uuid=handle.device_uuid,
-    )
+    message = encode_same(handle, pb.MemoryHandle, "handle")
     if handle.kind is MemoryKind.SHARED:
         message.shared_path = handle.path
     else:
@@ -76,34 +70,6 @@ def decode_attached(message: pb.AttachResponse) -> tuple[RankPlan, Handles]:
     shared = [message.pages, message.stamps, message.staging, *([message.jobs] if message.HasField("jobs") else [])]
     handles = Handles(*map(decode_handle, shared))
     return wire.decode_plan(message.plan), handles
-
-
-def decode_transfer(message: pb.TransferRequest) -> Transfer:
-    """Return the transfer of a message. Raises InvalidArgument if its kind is missing or unknown."""
-    if not message.kind:
-        raise InvalidArgument("the transfer has no kind", field="kind", remedy="send a value of the enum TransferKind")
-    kind = decode_enum(pb.TransferKind, message.kind, "kind", TransferKind.COPY)
-    return Transfer(
-        kind,
-        message.group,
-        tuple(message.blocks),
-        tuple(message.dst_blocks),
-        message.first_row,
-        tuple(message.expected_stamps),
-        message.seq,
-        message.part,
-        message.load_after,
-    )
-
-
-def encode_transferred(outcome: Outcome) -> pb.TransferResponse:
-    """Return the message with the outcome of a transfer."""
-    return pb.TransferResponse(stamps=outcome.stamps, discarded=outcome.discarded)
-
-
-def encode_checksums(outcome: Outcome) -> pb.ChecksumResponse:
-    """Return the message with the checksums of pages."""
-    return pb.ChecksumResponse(checksums=outcome.checksums, stamps=outcome.stamps, discarded=outcome.discarded)
 
 
 def encode_claimed(holdings: Holdings, busy: Sequence[int]) -> pb.ClaimResponse:

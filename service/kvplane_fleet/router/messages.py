@@ -9,6 +9,7 @@ import numpy as np
 from kvplane import wire
 from kvplane.base.errors import InvalidArgument, KvplaneError
 from kvplane.v1 import routing_pb2 as pb
+from kvplane.wire.same import encode_same
 from kvplane_fleet.decisions import Ask, Decision, Decisions, Scored
 from kvplane_fleet.domains import keys_of
 from kvplane_fleet.fleet import Followed, Prompt
@@ -94,13 +95,9 @@ def _place_score(scored: Scored, followed: Followed) -> pb.PlaceScore:
         inexact=claim.inexact,
         host_tokens=claim.host,
         disk_tokens=claim.disk,
-        cost=pb.PlaceCost(
-            queue_s=cost.queue_s, miss_s=cost.miss_s, delay_s=cost.delay_s,
-            displacement_s=cost.displacement_s, decode_s=cost.decode_s, later_s=cost.later_s, total_s=cost.total_s,
-            load_s=cost.load_s, memory_s=cost.memory_s,
-        ),
+        cost=encode_same(cost, pb.PlaceCost, "cost", total_s=cost.total_s),
         in_flight=scored.option.in_flight,
-    )  # fmt: skip
+    )
 
 
 def _reason(decision: Decision) -> str:

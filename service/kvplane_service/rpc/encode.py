@@ -13,6 +13,7 @@ from kvplane import wire
 from kvplane.base.step import EventKind, Orders, StepResult
 from kvplane.v1 import admin_pb2
 from kvplane.v1 import allocation_pb2 as pb
+from kvplane.wire.same import encode_same
 from kvplane_core.face import loader
 from kvplane_core.face.columns import pieces
 from kvplane_core.face.counters import Residency
@@ -24,41 +25,14 @@ from kvplane_service.explain.causes import cause_of
 from kvplane_service.explain.history import Change, KeyName
 from kvplane_service.explain.service import Explanation, reaches_registration
 from kvplane_service.registry import Entry
-from kvplane_service.replicas.host import ReplicaHost, ReplicaState
+from kvplane_service.replicas.host import ReplicaHost
 from kvplane_service.replicas.mirror import Mirror
 from kvplane_service.rpc.tiers import encode_tiers, tier_counts
-from kvplane_service.runtime.reports import StoreReport, StoreState
+from kvplane_service.runtime.reports import StoreReport
 from kvplane_service.unary.calls import Allocated, Committed
 
 SLOWEST_STEPS = 5
-_STATES = {
-    ReplicaState.IDLE: pb.REPLICA_STATE_IDLE,
-    ReplicaState.LIVE: pb.REPLICA_STATE_LIVE,
-    ReplicaState.LAPSED: pb.REPLICA_STATE_LAPSED,
-    ReplicaState.RECOVERING: pb.REPLICA_STATE_RECOVERING,
-    ReplicaState.OPENING: pb.REPLICA_STATE_OPENING,
-    ReplicaState.DIVERGED: pb.REPLICA_STATE_DIVERGED,
-}
-_STORE_STATES = {
-    StoreState.OFF: pb.STORE_STATE_OFF,
-    StoreState.OK: pb.STORE_STATE_OK,
-    StoreState.CATCHING_UP: pb.STORE_STATE_CATCHING_UP,
-    StoreState.DEGRADED: pb.STORE_STATE_DEGRADED,
-}
-_COUNTERS = (
-    "steps",
-    "admitted",
-    "ended",
-    "preempted",
-    "refused",
-    "queried_tokens",
-    "hit_tokens",
-    "granted_tokens",
-    "withdrawn_keys",
-    "unaligned_chunks",
-)
 _NS_PER_MS = 1_000_000
-_GROUP_COUNTERS = ("used_blocks", "cached_blocks", "allocated_blocks", "hit_blocks", "evicted_blocks")
 
 
 def _with_mutation(message: Any, step: StepResult) -> bytes:  # noqa: ANN401
@@ -154,7 +128,7 @@ def encode_description(entry: Entry, report: StoreReport) -> pb.DescribeReplicaR
     return pb.DescribeReplicaResponse(
         replica=host.name,
         spec=wire.encode_spec(replica.spec),
-        state=_STATES[host.state],
+        state=f"REPLICA_STATE_{host.state.name}",
         epoch=host.epoch,
         free_blocks=replica.free_blocks,
         slack_blocks=replica.block_counts.slack,
@@ -221,14 +195,8 @@ def _step_time(host: ReplicaHost, decision: Decision) -> pb.StepTime:
 def encode_store(host: ReplicaHost, report: StoreReport) -> pb.StoreStatus:
     """Return the state of the store for a replica, and the outcome of its recovery from the store."""
     loaded = host.recovering or host.recovered
-    status = pb.StoreStatus(
-        state=_STORE_STATES[report.state],
-        lag_entries=report.lag_entries,
-        lag_ms=report.lag_ms,
-        resync_blocks=report.resync_left,
-        failures=report.failures,
-        problem=report.problem,
-    )
+    state = f"STORE_STATE_{report.state.name}"
+    status = encode_same(report, pb.StoreStatus, "store", state=state, resync_blocks=report.resync_left)
     if loaded is not None:
         status.loading = loaded.loading
         status.loaded_entries = loaded.rows
@@ -253,10 +221,12 @@ def _without_tail(histogram: list[int]) -> list[int]:
 def encode_counters(replica: ReplicaCore) -> pb.ReplicaCounters:
     """Return the counters of a replica since its registration."""
     groups = replica.group_counters()
-    return pb.ReplicaCounters(
-        **{name: getattr(replica.counters, name) for name in _COUNTERS},
+    return encode_same(
+        replica.counters,
+        pb.ReplicaCounters,
+        "counters",
         evicted_keys=sum(group.evicted_blocks for group in groups),
-        groups=[pb.GroupCounters(**{name: getattr(group, name) for name in _GROUP_COUNTERS}) for group in groups],
+        groups=[encode_same(group, pb.GroupCounters, "counters.groups") for group in groups],
     )
 
 
@@ -265,7 +235,7 @@ def encode_summary(entry: Entry) -> pb.ReplicaSummary:
     host, counters = entry.host, entry.host.replica.counters
     return pb.ReplicaSummary(
         replica=host.name,
-        state=_STATES[host.state],
+        state=f"REPLICA_STATE_{host.state.name}",
         epoch=host.epoch,
         num_blocks=host.replica.spec.num_blocks,
         free_blocks=host.replica.free_blocks,
@@ -375,7 +345,10 @@ def encode_explanation(host: ReplicaHost, found: Explanation) -> admin_pb2.Expla
     """
     account, why = found.account, found.why
     kinds = (group.kind.value for group in host.replica.spec.groups)
-    return admin_pb2.ExplainResponse(
+    return encode_same(
+        why,
+        admin_pb2.ExplainResponse,
+        "explain",
         num_tokens=found.num_tokens,
         hit_tokens=account.hit,
         longest_hit=account.longest,
@@ -386,13 +359,6 @@ def encode_explanation(host: ReplicaHost, found: Explanation) -> admin_pb2.Expla
         cut_by=account.cut_by,
         wanted=account.wanted,
         cause=f"MISS_CAUSE_{why.cause.value.upper()}",
-        start=why.start,
-        end=why.end,
-        by=why.by,
-        load_ns=why.load_ns,
-        compute_ns=why.compute_ns,
-        epoch=why.epoch,
-        seq=why.seq,
         age_ms=host.age_ns(why.at_ns) // 1_000_000 if why.at_ns else 0,
         admit_status=int(found.status),
         admit_seq=found.seq,

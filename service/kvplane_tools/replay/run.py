@@ -10,6 +10,7 @@ from types import TracebackType
 
 from kvplane.blocking.client import Client
 from kvplane.v1.allocation_pb2 import DescribeReplicaResponse
+from kvplane.wire.same import decode_same
 from kvplane_tools.replay.engine import Engine
 from kvplane_tools.replay.fleet import Fleet
 from kvplane_tools.replay.plan import RunPlan
@@ -101,15 +102,9 @@ class ReplayRun:
 def counts_of(described: DescribeReplicaResponse) -> ServiceCounts:
     """Return the counters of one replica."""
     counters, groups = described.counters, described.counters.groups
-    return ServiceCounts(
-        steps=counters.steps,
-        admitted=counters.admitted,
-        ended=counters.ended,
-        preempted=counters.preempted,
-        refused=counters.refused,
-        queried_tokens=counters.queried_tokens,
-        hit_tokens=counters.hit_tokens,
-        granted_tokens=counters.granted_tokens,
+    return decode_same(
+        ServiceCounts,
+        counters,
         allocated_blocks=[group.allocated_blocks for group in groups],
         hit_blocks=[group.hit_blocks for group in groups],
         evicted_blocks=[group.evicted_blocks for group in groups],
