@@ -262,7 +262,7 @@ def scribble(pages: PageBuffers) -> None:
 
 def vandal(connection: Connection, worker: str) -> None:
     """Give the pages of one rank other content and stamps, as by orders that other ranks did not get."""
-    with contextlib.closing(attach(worker)) as held:
+    with attach(worker) as held:
         scribble(held.buffers)
         stamps = held.stamps.read_all()
         blocks = [block for block, stamp in enumerate(stamps) if stamp]

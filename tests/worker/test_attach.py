@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -78,7 +77,7 @@ def lent(here: World):
 
 @pytest.fixture
 def attached(lent: Lent):
-    with closing(attach(lent.address)) as it:
+    with attach(lent.address) as it:
         yield it
 
 
@@ -100,7 +99,7 @@ def test_attach_maps_the_same_memory(lent: Lent, attached: Holdings):
 def test_attach_supports_block_outermost_layout(here: World):
     here.register("blocks", block_outermost=True)
     _, address = here.worker(replica="blocks")
-    with closing(attach(address)) as attached:
+    with attach(address) as attached:
         attached.buffers.attention("f.1").v[3] = 2.0
         page = attached.buffers.memory[3 * 512 : 4 * 512]  # all layers of block 3
         assert page[: 256 + 128].count_nonzero() == 0

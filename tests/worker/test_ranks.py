@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import closing
-
 import pytest
 
 from kvplane.base.rank_plan import RankPlan
@@ -24,7 +22,7 @@ def pair(tmp_path):
 
 def test_ranks_have_equal_plans_and_separate_memory(pair: tuple[World, list[str]]):
     here, addresses = pair
-    with closing(attach(addresses[0])) as first, closing(attach(addresses[1])) as second:
+    with attach(addresses[0]) as first, attach(addresses[1]) as second:
         plans: list[RankPlan] = [first.plan, second.plan]
         assert plans[0] == plans[1]
         first.buffers.group(0).layers[0][1] = 3

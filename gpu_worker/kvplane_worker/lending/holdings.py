@@ -5,7 +5,7 @@ staging buffer on the host.
 from __future__ import annotations
 
 import secrets
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -51,7 +51,7 @@ class Handles:
 
 
 @dataclass(slots=True)
-class Holdings:
+class Holdings(AbstractContextManager["Holdings"]):
     """The pages, the stamp table and the staging buffer of one rank, allocated or mapped by this process.
 
     Attributes:
@@ -170,6 +170,9 @@ class Holdings:
             self.jobs.release()
         for memory in self._memories:
             memory.close(lent)
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def _check_memory(plan: RankPlan, device: str, staging_bytes: int) -> None:
