@@ -1057,7 +1057,7 @@ TWINS: dict[str, Twin] = {
         "a key is published when its step has been executed on all ranks",
         (
             Patch(f"{SPEC}.replica:Replica.end_epoch", with_all_executed_meanwhile),
-            Patch(f"{SPEC}.replica:Replica.entries", with_all_executed),
+            Patch(f"{FACE}.common:CommonCore.entries", with_all_executed),
             Patch(f"{SPEC}.replica:Replica.lookup", with_all_executed),
             Patch(f"{SERVICE}.replicas.events:PublicationHold.release", release_all),
             Patch(f"{SERVICE}.store.journal:ReplicaJournal.note", mark_at_once),
