@@ -327,6 +327,15 @@ def confirm_whatever_the_record_says(_: Real) -> Real:
     return lambda self, name, record: self._keeper.confirm(name)
 
 
+def record_whatever_the_record_says(_: Real) -> Real:
+    """Write the record of a replica that another service has adopted."""
+
+    async def may_record(self: Any, name: str, journal: Any) -> bool:
+        return True
+
+    return may_record
+
+
 def release_without_flushing(_: Real) -> Real:
     """Replicas are let go while what they published waits to be written."""
 
@@ -1234,7 +1243,10 @@ TWINS: dict[str, Twin] = {
     ),
     "two owners write": Twin(
         "of two services that hold a replica, the one without its engine gives up",
-        (Patch(f"{SERVICE}.store.ownership:Ownership._compare", confirm_whatever_the_record_says),),
+        (
+            Patch(f"{SERVICE}.store.ownership:Ownership._compare", confirm_whatever_the_record_says),
+            Patch(f"{SERVICE}.store.keeper:Keeper._may_record", record_whatever_the_record_says),
+        ),
     ),
     "a drain loses what waits": Twin(
         "published keys are stored before a replica is released",
