@@ -42,7 +42,7 @@ ISSUED = """
     a reset leaves tiers, stored incarnation forgotten, keys are not compared with the prompt,
     what has no name is a key, rows of callers join an image, states below a hit,
     states below known tokens, states below an outcome,
-    runs before its load is done, version not in the seal, jobs of an earlier engine not awaited,
+    runs before its load is done, content not in the seal, jobs of an earlier engine not awaited,
     host slots of another memory prove keys, slots of another disk prove keys,
     held keys are read, changes of blocks that are not read yet count,
     a service that comes back is the owner, specs as stated,

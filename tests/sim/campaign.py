@@ -68,7 +68,7 @@ TIER_TWINS = {
     "tier load before launches": 4,
     "loads done on one rank": 1,
     "runs before its load is done": 1,
-    "version not in the seal": 3,
+    "content not in the seal": 3,
     "host slots of another memory prove keys": 16,
     "slots of another disk prove keys": 133,
 }
