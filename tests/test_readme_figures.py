@@ -40,11 +40,12 @@ def test_span_keeps_the_written_form():
 def test_cost_of_schedule_is_that_of_the_results():
     """Each row: stock's time, then the ratio of each mode; ratios above 1 in every run are bold."""
     recorded = [row for row in rows_of((RESULTS / "vllm_schedule.md").read_text()) if row[2] in ("phase", "even")]
+    shown = (("8", "1"), ("8", "7"), ("256", "1"), ("256", "7"))
     spans = {
         case: [span([row[column] for row in recorded if (row[0], row[1]) == case]) for column in (3, 4, 5, 6, 7)]
-        for case in (("8", "1"), ("8", "7"), ("256", "1"), ("256", "7"))
+        for case in shown
     }
-    assert len(recorded) == 8, "the results have two loads of each case"
+    assert sum((row[0], row[1]) in shown for row in recorded) == 8, "the results have two loads of each case"
     in_readme, in_vllm = (
         {(row[0], row[1]): row[2:] for row in rows_of(text) if row[0] in ("8", "256")}
         for text in (README, (ROOT / "docs" / "vllm.md").read_text())
