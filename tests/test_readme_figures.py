@@ -24,7 +24,7 @@ def rows_of(table: str) -> list[list[str]]:
 def span(cells: list[str]) -> str:
     """Return the least and the most of the numbers in the cells, as they are written there."""
     numbers = sorted((number for cell in cells for number in cell.split(", ")), key=float)
-    return f"{numbers[0]}–{numbers[-1]}"
+    return "–".join(dict.fromkeys((numbers[0], numbers[-1])))
 
 
 def count_records(folder: str, start: bytes) -> tuple[int, int]:
