@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from kvplane.base.worker import PeerArena
 from kvplane.rpc.peers import Peer as Process
 from kvplane_worker.rpc import arenas
 from kvplane_worker.rpc.arenas import ArenaLender, PeersOfWorker, borrow
-from kvplane_worker.tiers import HostSlots, PeerSlots
+from kvplane_worker.tiers import HostSlots, Peer, PeerSlots
 from kvplane_worker.tiers.arena import Arena, arena_bytes
 from kvplane_worker.tiers.seal import IDENTITY_BYTES, Content
 from kvplane_worker.tiers.slots import SlotCounts
@@ -208,3 +209,27 @@ def test_peers_that_hang_delay_no_renewal_and_what_can_be_read_is_said_later(tmp
         assert not worker.mapped
     for listener in silent:
         listener.close()
+
+
+def test_a_peer_that_is_not_named_any_more_is_left_before_others_are_opened(tmp_path: Path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    goes_on = threading.Event()
+    with lent(tmp_path / "a") as (_, one), lent(tmp_path / "b") as (_, other):
+        host, peers = HostSlots(HOST, WIDTH, "cpu", NAMESPACE), PeerSlots(PEERS, WIDTH, NAMESPACE)
+        worker = PeersOfWorker.of([host, peers], tmp_path / "mine")
+        assert worker is not None
+        until(lambda: worker.follow([one]))
+
+        def hangs(arena: PeerArena) -> Peer:
+            goes_on.wait()
+            return borrow(arena)
+
+        monkeypatch.setattr(arenas, "borrow", hangs)
+        assert not worker.follow([one, other])
+        assert worker.mapped == (one.incarnation,)
+        assert not worker.follow([other]), "while the thread opens what an earlier renewal named"
+        assert not worker.mapped
+        goes_on.set()
+        until(lambda: worker.follow([other]))
+        assert worker.mapped == (other.incarnation,)
+        worker.close()

@@ -31,7 +31,7 @@ from kvplane_worker.tiers.arena import Arena
 
 TIMEOUT_S = 1.0
 RETRY_S = 0.1  # after a connection that could not be accepted
-MOST_WAIT_S = 0.5  # of a renewal for peers: it must not last as long as the lease, which they may
+MOST_WAIT_S = 0.2  # of a renewal for peers, twice: it must not last as long as the lease, which they may
 _LAYOUT = struct.Struct(f"<QQ{INCARNATION_BYTES}s")  # slots, bytes of a slot, incarnation
 
 _log = logging.getLogger(__name__)
@@ -96,6 +96,7 @@ class PeersOfWorker:
         self._host, self._peers, self._transport = host, peers, transport
         self._nixl = self._started() if transport is not PeerTransport.SHARED_MEMORY else None
         self._lender = ArenaLender(host, run_dir)
+        self._wanted: tuple[PeerArena, ...] = ()
         self._read: dict[PeerArena, Peer] = {}
         self._refused: dict[PeerArena, str] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvplane-peers")
@@ -130,39 +131,58 @@ class PeersOfWorker:
         return tuple(one.incarnation for one in self._peers.peers) if self._peers is not None else ()
 
     def follow(self, arenas: Sequence[PeerArena]) -> bool:
-        """Read these host tiers as `read_only` does, on a thread: a peer that hangs takes a second, NIXL more. Returns
-        whether what the worker reports has changed; of a change that takes longer, a later call says it.
+        """Read these host tiers and no others: those of before are left at once, new ones are opened on a thread, since
+        a peer that hangs takes a second, and NIXL more. Returns whether what the worker reports has changed; of a
+        change that takes longer, a later call says it.
         """
+        self._wanted = tuple(arenas)
+        self._show()
+        is_new = self._has_changed()  # by an earlier call
         if self._change is None:
-            self._change = self._thread.submit(self.read_only, arenas)
+            self._change = self._thread.submit(self._open_wanted)
+        return self._has_changed() or is_new
+
+    def read_only(self, arenas: Sequence[PeerArena]) -> bool:
+        """As `follow`, without the thread: returns when all are open, or cannot be."""
+        self._wanted = tuple(arenas)
+        self._show()
+        return self._open_wanted()
+
+    def _has_changed(self) -> bool:
+        """Wait for the change that is under way, not long; returns whether it has ended and what is reported is new."""
+        if self._change is None:
+            return False
         wait([self._change], MOST_WAIT_S)
         if not self._change.done():
             return False
         done, self._change = self._change, None
         return done.result()
 
-    def read_only(self, arenas: Sequence[PeerArena]) -> bool:
-        """Read these host tiers from now on, and no others; one that cannot be read is tried again at the next call.
-        Returns whether what the worker reports has changed.
+    def _open_wanted(self) -> bool:
+        """Open what is to be read; one that cannot be read is tried again at the next call. Returns whether what the
+        worker reports has changed.
         """
-        is_new = self._restart()
-        if self._peers is None:
-            return is_new
-        before, refused = self._read, self._refused
-        self._read = {one: before[one] for one in arenas if one in before}
-        self._refused = {}
-        for arena in arenas:
-            if arena not in before and not self._is_closed:
+        wanted, before, refused = self._wanted, self._read, self._refused
+        self._read = {one: before[one] for one in wanted if one in before}
+        for arena in before.keys() - self._read.keys():
+            before[arena].memory.close()
+        is_new, self._refused = self._restart(), {}
+        for arena in wanted if self._peers is not None else ():
+            if arena not in self._read and not self._is_closed:
                 try:
                     self._read[arena] = self._open(arena)
                 except KvplaneError as error:
                     self._refused[arena] = str(error)
                     if refused.get(arena) != str(error):
                         _log.warning("a peer is not read: %s", error)
-        self._peers.set_peers(list(self._read.values()))
-        for arena in before.keys() - self._read.keys():
-            before[arena].memory.close()
+        self._show()
         return is_new or self._read.keys() != before.keys()
+
+    def _show(self) -> None:
+        """Let the movers read what is open and wanted: not what was wanted when the thread began to open."""
+        if self._peers is not None:
+            opened = list(self._read.items())  # a copy: the thread adds to it
+            self._peers.set_peers([peer for arena, peer in opened if arena in self._wanted])
 
     def _open(self, arena: PeerArena) -> Peer:
         """Map the host tier of a peer on this host; use NIXL for one of another host. Raises KvplaneError."""
