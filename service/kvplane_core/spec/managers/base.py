@@ -413,7 +413,7 @@ class GroupManager:
 
         Returns the blocks of the prefix per group, with null blocks in front, and its length in tokens.
         """
-        raise NotImplementedError
+        raise AssertionError(f"{type(self).__name__} was asked for a hit, and nothing of it is ever cached")
 
     def is_downward_closed(self) -> bool:
         """Whether a hit of n tokens implies every shorter aligned hit; one look-up then answers for all lengths."""
