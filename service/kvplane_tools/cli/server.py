@@ -31,7 +31,7 @@ def serve_command(
     logging.basicConfig(level=loaded.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     core, reason = loader.chosen()
     if core == "python" and not reason.startswith(loader.VARIABLE):
-        logging.warning("%s: the Python core runs, at several times the CPU time; %s", reason, loader.REMEDY)
+        logging.warning("%s: the Python core runs, at many times the CPU time; %s", reason, loader.REMEDY)
     run = asyncio.run
     if loaded.uvloop:
         import uvloop
