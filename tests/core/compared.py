@@ -34,6 +34,7 @@ from kvplane_core.face.state import MAGIC, export_state, read_entries
 from kvplane_core.spec.loading import load_state
 from kvplane_core.spec.replica import Replica
 from kvplane_service.replicas.events import Batch, PublicationHold
+from tests.core import shown_keys
 
 if TYPE_CHECKING:
     from kvplane_core.face.interface import ReplicaCore
@@ -321,6 +322,29 @@ class ComparedCores(_Base):
         if self._second is not None:
             self._second.store_empty_ranges()
         self.first.store_empty_ranges()
+
+    # -- keys, which both cores show by the same code: the oracle reads the pool
+
+    def entries(self, blocks: Iterable[int] | None = None) -> Entries:
+        """Return the published keys."""
+        asked = None if blocks is None else list(blocks)
+        answer: Entries = self._ask("entries", asked)
+        self.require("entries of the pool", shown_keys.rows_of(answer), shown_keys.shown(self.first, asked))
+        return answer
+
+    def stored_events(self) -> Iterator[tuple[int, CacheEvent]]:
+        """Return STORED events of all keys."""
+        mine = list(self.first.stored_events())
+        self.require("events of the pool", shown_keys.announced_by(mine), shown_keys.announced(self.first))
+        if self._second is not None:
+            self.require("stored_events", mine, list(self._second.stored_events()))
+        return iter(mine)
+
+    def cached_columns(self, digests: Sequence[bytes], domain: str) -> list[bytes]:
+        """Return where the cache has keys."""
+        answer: list[bytes] = self._ask("cached_columns", digests, domain)
+        self.require("columns of the pool", answer, shown_keys.cached(self.first, digests, domain))
+        return answer
 
     # -- the whole state
 
