@@ -83,9 +83,8 @@ def announced_by(events: Iterable[tuple[int, CacheEvent]]) -> set[tuple[Any, ...
     return {
         (step, event.domain, event.group, bytes(digest), block, start)
         for step, event in events
-        for digest, block, start in zip(
-            event.hashes, event.blocks, event.block_starts or [None] * len(event.blocks), strict=True
-        )
+        for starts in [list[int | None](event.block_starts) or [None] * len(event.blocks)]
+        for digest, block, start in zip(event.hashes, event.blocks, starts, strict=True)
     }
 
 
