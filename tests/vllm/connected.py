@@ -58,6 +58,7 @@ LMCACHE = {
     "kv_connector_extra_config": {
         "lmcache.mp.host": "127.0.0.1",
         "lmcache.mp.port": int(os.environ.get("LMCACHE_PORT", "0")),
+        "lmcache.mp.heartbeat_interval": float(os.environ.get("LMCACHE_HEARTBEAT_S", "10")),
     },
 }
 CONNECTORS: dict[str, Any] = {

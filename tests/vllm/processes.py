@@ -55,7 +55,23 @@ def worker_in(folder: Path) -> Iterator[Path]:
         yield folder
 
 
-class Service:
+class Server:
+    """A process that serves, and can be killed or stopped."""
+
+    _process: subprocess.Popen[str]
+
+    def kill(self) -> None:
+        """Kill it with SIGKILL."""
+        self._process.kill()
+        self._process.wait()
+
+    def pause(self, seconds: float) -> None:
+        """Stop it for some seconds, without waiting for them."""
+        self._process.send_signal(signal.SIGSTOP)
+        Timer(seconds, self._process.send_signal, [signal.SIGCONT]).start()
+
+
+class Service(Server):
     """`kvplane serve`, which can be killed and started again at its address.
 
     Attributes:
@@ -66,7 +82,6 @@ class Service:
         self.address = f"127.0.0.1:{free_port()}"
         self.settings = {"advertise": self.address, **settings}
         self.lives = 0
-        self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
         """Start it, and wait until it serves."""
@@ -79,23 +94,10 @@ class Service:
         with self._process.stdout as output:
             assert "serving on" in output.readline()
 
-    def kill(self) -> None:
-        """Kill it with SIGKILL."""
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait()
-
     def drain(self, within_s: float = 60.0) -> None:
         """End it with SIGTERM, so that it drains first. Raises TimeoutExpired if that takes longer than `within_s`."""
-        assert self._process is not None
         self._process.terminate()
         self._process.wait(within_s)
-
-    def pause(self, seconds: float) -> None:
-        """Stop it for some seconds, without waiting for them."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
-        Timer(seconds, self._process.send_signal, [signal.SIGCONT]).start()
 
     def __enter__(self) -> Service:
         self.start()
@@ -105,28 +107,33 @@ class Service:
         self.kill()
 
 
-class LmCache:
-    """LMCache's server, with a cache in host memory.
+class LmCache(Server):
+    """LMCache's server, with a cache in host memory, which can be killed and started again at its address.
 
     Attributes:
         env: the environment variables of an engine that uses it.
     """
 
-    def __init__(self, mode: str = "auto") -> None:
-        """`mode`: who copies pages, as LMCache names it."""
+    def __init__(self, mode: str = "auto", heartbeat_s: float = 10.0) -> None:
+        """`mode`: who copies pages, as LMCache names it. `heartbeat_s`: an engine asks so often whether it is alive."""
         self.port, self.mode = free_port(), mode
-        self.env = environment.variables_of_lmcache(self.port) | {"LMCACHE_MP_TRANSFER_MODE": mode}
+        given = {"LMCACHE_MP_TRANSFER_MODE": mode, "LMCACHE_HEARTBEAT_S": str(heartbeat_s)}
+        self.env = environment.variables_of_lmcache(self.port) | given
 
-    def __enter__(self) -> LmCache:
+    def start(self) -> None:
+        """Start it, and wait until it listens."""
         listen = ["--host", "127.0.0.1", "--port", str(self.port)]
         listen += ["--http-host", "127.0.0.1", "--http-port", str(free_port())]
         cache = ["--l1-size-gb", "1", "--l1-use-lazy", "--eviction-policy", "LRU", "--chunk-size", "64"]
         mode = ["--supported-transfer-mode", self.mode, "--disable-observability"]
         command = [str(environment.PYTHON), "-m", "lmcache.cli.main", "server", *listen, *cache, *mode]
-        self._output = TemporaryFile("w+")
         streams: dict[str, Any] = {"stdout": self._output, "stderr": subprocess.STDOUT}
         self._process = subprocess.Popen(command, env=self.env, **streams)
         wait_until(self._listens, "LMCache's server starts", 120.0)
+
+    def __enter__(self) -> LmCache:
+        self._output = TemporaryFile("w+")
+        self.start()
         return self
 
     def _listens(self) -> bool:
@@ -134,11 +141,6 @@ class LmCache:
         assert self._process.poll() is None, self._output.read()[-3000:]
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", self.port)) == 0
-
-    def kill(self) -> None:
-        """Kill it with SIGKILL."""
-        self._process.kill()
-        self._process.wait()
 
     def __exit__(self, *_: object) -> None:
         self.kill()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from functools import cache
+from itertools import count
 from typing import Any
 
 import pytest
@@ -25,8 +28,9 @@ def computed() -> list[list[list[int]]]:
     return [one["tokens"] for one in processes.run("workload.py", "llama", "stock", SEEDS, POOL)["seeds"]]
 
 
-def connected(kind: str, server: processes.LmCache, *target: str) -> dict[str, Any]:
-    return dict(processes.run("connected.py", "llama", "lmcache", kind, SEEDS, POOL, *target, env=server.env))
+def connected(kind: str, server: processes.LmCache, *target: str, **given: Any) -> dict[str, Any]:
+    arguments = "llama", "lmcache", kind, SEEDS, POOL, *target
+    return dict(processes.run("connected.py", *arguments, env=server.env, **given))
 
 
 def check(found: dict[str, Any]) -> None:
@@ -54,6 +58,25 @@ def test_a_service_follows_an_engine_with_lmcache():
         found = connected("mirror", server, service.address, "r")
     assert (found["manager"], found["mirror"]["same_state"]) == ("MirrorManager", True)
     assert found["loaded"] > 1000
+    check(found)
+
+
+# What happens to the server, by how often an engine in the middle of requests has notified its steps.
+OUTAGES: dict[str, dict[int, Callable[[processes.LmCache], None]]] = {
+    "killed": {2: processes.LmCache.kill},
+    "killed and started again": {2: processes.LmCache.kill, 8: processes.LmCache.start},
+    "stopped": {2: lambda server: server.pause(6.0)},
+}
+
+
+@pytest.mark.parametrize("kind", ["stock", "kvplane"])
+@pytest.mark.parametrize("outage", OUTAGES)
+def test_a_server_that_fails_in_the_middle_of_requests_costs_no_token(outage, kind):
+    numbers = count(1)
+    with processes.LmCache(heartbeat_s=1.0) as server:
+        began = time.monotonic()
+        found = connected(kind, server, on_step=lambda: OUTAGES[outage].get(next(numbers), lambda _: None)(server))
+    print(f"{outage}, {kind}: {found['loaded']} tokens loaded in {time.monotonic() - began:.0f} s, {next(numbers)}")
     check(found)
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from functools import cache
+from random import Random
 
 import pytest
 
 from tests.service.rig import running
-from tests.vllm import environment, processes, tiers
+from tests.vllm import environment, processes, tier_faults, tier_runs
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(0)]
 SEEDS = "1-1"
-PAGE = 4096
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -20,14 +19,12 @@ def vllm():
     environment.write_models("gdn", "mamba2")
 
 
-right = cache(lambda model, has_ranks: tiers.computed(model, "tp2" if has_ranks else "", SEEDS))
-
-
-def run(model, kind, tier, folder, fault="", more=""):
-    options = tiers.options(model, tier, str(folder)).replace("}", more + "}")
-    found = tiers.run(model, kind, SEEDS, options, fault)
+def run(model, kind, tier, folder, fault="", **more):
+    options = tier_runs.options(model, tier, str(folder), **more)
+    found = tier_runs.run(model, kind, SEEDS, options, fault)
     if "seeds" in found:
-        found["differ"], found["wrong"], found["answers"] = tiers.compare(found, right(model, "tp2" in kind))
+        right = tier_runs.computed(model, SEEDS, "tp2" if "tp2" in kind else "")
+        found["differ"], found["wrong"], found["answers"] = tier_runs.compare(found, right)
         print(f"{model}, {kind}, {tier}, {fault}: {found['wrong']} of {found['answers']} wrong; {found['counts']}")
     return found
 
@@ -53,7 +50,7 @@ def test_tokens_are_those_of_an_engine_that_computes_everything(model, kind, tie
     assert found["answers"] > 20
     assert found["loaded_tokens"] > 3000
     assert tier == "host" or found["from_disk"] > 300
-    assert found["free"] == tiers.POOLS[model] - 1
+    assert found["free"] == tier_runs.POOLS[model] - 1
     assert set(found["left"].values()) == {0}
 
 
@@ -67,8 +64,7 @@ def test_a_service_follows_an_engine_with_tiers(model, tmp_path):
 
 def test_a_service_knows_the_tiers_of_a_stock_engine(tmp_path):
     with running() as service:
-        where = f', "address": "{service.address}", "replica": "tiers"'
-        found = run("llama", "stock", "disk", tmp_path, more=where)
+        found = run("llama", "stock", "disk", tmp_path, address=service.address, replica="tiers")
         known = service.describe("tiers")
         mirror = service.in_loop(lambda: service.app.registry.get("tiers").host.mirror)
     assert (found["differ"], set(found["left"].values())) == (0, {0})
@@ -102,26 +98,19 @@ def test_garbled_host_memory_is_seen_in_the_tokens(model, tmp_path):
 
 
 def test_a_layout_that_is_wrong_by_one_piece_is_found_at_the_start(tmp_path):
-    with pytest.raises(AssertionError, match="not where vLLM's config says"):
-        run("llama", "stock", "host", tmp_path, "shifted layout")
+    assert "not where vLLM's config says" in tier_faults.layout_error("llama", str(tmp_path))
 
 
 @pytest.mark.parametrize("fault", ["hung disk", "failing disk"])
 def test_a_disk_that_fails_costs_hits_and_no_token(fault, tmp_path):
-    found = run("llama", "stock", "disk", tmp_path, fault, more=', "load_timeout": "200ms"')
+    found = run("llama", "stock", "disk", tmp_path, fault, load_timeout="200ms")
     assert found["differ"] == 0
     assert found["late_loads" if fault == "hung disk" else "failed_loads"] > 0
 
 
 def test_the_disk_keeps_what_a_killed_engine_saved_and_refuses_what_is_damaged(tmp_path):
     assert run("gptoss", "stock", "disk", tmp_path, "killed")["killed"]
-    (slots,) = tmp_path.glob("*.slots")
-    with slots.open("r+b") as file:  # a byte of each third page
-        for at in range(3 * PAGE + 77, slots.stat().st_size, 3 * PAGE):
-            file.seek(at)
-            (byte,) = file.read(1)
-            file.seek(at)
-            file.write(bytes([byte ^ 1]))
+    tier_faults.damage(tmp_path)
     after_kill = run("gptoss", "stock", "disk", tmp_path)
     again = run("gptoss", "stock", "disk", tmp_path)
     assert (after_kill["differ"], again["differ"]) == (0, 0)
@@ -129,6 +118,19 @@ def test_the_disk_keeps_what_a_killed_engine_saved_and_refuses_what_is_damaged(t
     assert after_kill["failed_loads"] > 0
     assert again["kept"] > 20
     assert again["failed_loads"] < after_kill["failed_loads"]
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "victim"), [("mamba2", "kvplane", "service"), ("llama", "stock tp2", "rank")]
+)
+def test_what_is_killed_costs_no_token_and_the_disk_keeps_its_keys(model, kind, victim, tmp_path):
+    with processes.Service(log_level="ERROR") as service:
+        kills = tier_faults.Kills(service, dict.fromkeys(("mamba2", "llamatp2"), str(tmp_path)), Random(1))
+        kills.live(model, kind, victim)
+        kills.live(model, kind, "")
+    assert (kills.problems, kills.counts["tokens"]) == ([], 0)
+    assert kills.counts["keys"] > 20
+    assert kills.counts["answers"] > 60
 
 
 def test_without_a_disk_that_can_be_used_the_engine_continues(tmp_path):

@@ -3,28 +3,31 @@
 python tests/vllm/tiers_live.py MODEL KIND POOL SEEDS OPTIONS [FAULT]
 
 KIND is stock, kvplane, one of them with " async" or " tp2", or "mirror ADDRESS REPLICA".
-OPTIONS is JSON: the options of the connector; null = no connector. Requests are aborted, also while they load; the pool
-is so small that requests are preempted. FAULT is one of `FAULTS`, or "killed STEP". Runs in the environment of vLLM
-(`environment`).
+OPTIONS is JSON: the options of kvplane's connector; "lmcache" = LMCache's connector instead; null = none. Requests are
+aborted, also while they load; the pool is so small that requests are preempted. FAULT is one of `FAULTS`, "killed STEP"
+or "rank killed STEP". Runs in the environment of vLLM (`environment`).
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import multiprocessing
 import os
 import random
 import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from connected import LMCACHE, skip_foreign_objects
 from remote_aborts import Disturbed, gives_up
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
-from workload import engine, prompts
+from workload import engine, followed, prompts
 
 from kvplane_vllm.tiers import rank
 from kvplane_vllm.tiers.copier import Copier
@@ -40,14 +43,17 @@ NUM_PROMPTS, NEW_TOKENS, IDLE_S = 12, 20, 60.0
 answered: dict[str, list[list[int]]] = {}  # what an engine that will be killed has answered, by prompt
 
 
-def transfer(options: dict[str, str]) -> KVTransferConfig:
+def transfer(options: Any) -> KVTransferConfig:
     """Return vLLM's options for the connector."""
+    common = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    if options == "lmcache":
+        skip_foreign_objects()
+        return KVTransferConfig(**common, **LMCACHE)
     return KVTransferConfig(
         kv_connector="KvplaneConnector",
         kv_connector_module_path="kvplane_vllm.connector",
-        kv_role="kv_both",
-        kv_load_failure_policy="recompute",
         kv_connector_extra_config=options,
+        **common,
     )
 
 
@@ -75,7 +81,8 @@ def shifted_layout() -> None:
 
     def shifted(config: Any, views: Any) -> Any:
         name, view = next(iter(views.items()))
-        return pages(config, {**views, name: view[..., 1:]})
+        moved = view[..., 1:] if isinstance(view, torch.Tensor) else [view[0][..., 1:], *view[1:]]  # or states
+        return pages(config, {**views, name: moved})
 
     module.device_pages = shifted
 
@@ -92,8 +99,10 @@ def overwritten() -> None:
     Copier.load = garbled  # type: ignore[method-assign]
 
 
-def killed(steps: int = STEPS) -> None:
-    """The engine is killed after some steps. Before, it prints its answers, and with how many keys it began."""
+def killed(steps: int = STEPS, *, is_rank: bool = False) -> None:
+    """The engine, or a rank of it, is killed after some steps. Before, it prints its answers, and with how many keys it
+    began.
+    """
     orders, left = Planner.orders, iter(range(steps, 0, -1))
 
     def or_kill(self: Planner, output: Any) -> Any:
@@ -101,7 +110,9 @@ def killed(steps: int = STEPS) -> None:
             result = {"killed": True, "seeds": [{"tokens": answered}], "kept": self.host.kept}
             counts = {"loaded_tokens": self.counts.loaded_tokens}
             print("RESULT " + json.dumps(result | counts), flush=True)
-            os.kill(os.getpid(), signal.SIGKILL)
+            victim = multiprocessing.active_children()[-1].pid if is_rank else os.getpid()
+            assert victim is not None
+            os.kill(victim, signal.SIGKILL)
         return orders(self, output)
 
     Planner.orders = or_kill  # type: ignore[method-assign]
@@ -137,16 +148,18 @@ FAULTS: dict[str, Callable[..., None]] = {
     "shifted layout": shifted_layout,
     "overwritten": overwritten,
     "killed": killed,
+    "rank killed": partial(killed, is_rank=True),
     "hung disk": hung_disk,
     "failing disk": failing_disk,
 }
 
 
-def main(model: str, kind: str, pool: int, seeds: str, options: dict[str, str] | None, fault: str = "") -> None:
+def main(model: str, kind: str, pool: int, seeds: str, options: Any, fault: str = "") -> None:
     """Run the seeds, and print the result."""
     if fault:
-        name, *steps = fault.split(" ") if fault.startswith("killed") else [fault]
-        FAULTS[name](*map(int, steps))
+        words = fault.split()
+        steps = [int(words.pop())] if words[-1].isdigit() else []
+        FAULTS[" ".join(words)](*steps)
     more: dict[str, Any] = {"kv_transfer_config": transfer(options)} if options else {}
     kind, *modes = kind.split()
     if "async" in modes:
@@ -170,11 +183,12 @@ class Live:
 
     Attributes:
         preempted: requests that it has preempted.
+        loaded: tokens that its connector was asked to load.
         infinite: tokens that an infinite cache would hit, where each request has been computed when the next one comes.
     """
 
     def __init__(self, llm: Any, sampling: SamplingParams) -> None:
-        self.llm, self.sampling, self.preempted = llm, sampling, 0
+        self.llm, self.sampling, self.preempted, self.loaded = llm, sampling, 0, 0
         self.scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         preempt = self.scheduler._preempt_request
 
@@ -183,6 +197,8 @@ class Live:
             return preempt(*args, **options)
 
         self.scheduler._preempt_request = counted
+        if self.scheduler.connector is not None:
+            self._count_loads(self.scheduler.connector)
         self.infinite, seen, add = 0, set[bytes](), self.scheduler.add_request
 
         def noted(request: Any) -> Any:
@@ -194,6 +210,15 @@ class Live:
             return add(request)
 
         self.scheduler.add_request = noted
+
+    def _count_loads(self, connector: Any) -> None:
+        note = connector.update_state_after_alloc
+
+        def counted(request: Any, blocks: Any, num_external_tokens: int) -> Any:
+            self.loaded += num_external_tokens
+            return note(request, blocks, num_external_tokens)
+
+        connector.update_state_after_alloc = counted
 
     @property
     def free(self) -> int:
@@ -242,21 +267,36 @@ class Live:
     def forget(self) -> None:
         """Wait until no copy and no job of the disk is in flight, and empty the prefix cache of the device."""
         deadline = time.monotonic() + IDLE_S
-        while self.scheduler.has_requests():
+        while self.scheduler.has_requests():  # also while a connector holds blocks of requests that have ended
             assert time.monotonic() < deadline, "the engine is never idle"
             self.llm.llm_engine.step()
         assert self.llm.reset_prefix_cache()
 
     def of_tiers(self) -> dict[str, Any]:
         """Return what the tiers did, and what they still hold."""
-        planner = self.scheduler.connector.planner
-        replica = planner.host.replica
+        left = {"requests": len(self.scheduler.requests)}
+        planner = getattr(self.scheduler.connector, "planner", None)
+        if planner is None:
+            return {"counts": {"loaded_tokens": self.loaded, "from_disk": 0, "mismatched": 0}, "left": left}
+        host = planner.host
+        replica = host.replica
+        more = {"followed": self._followed(host)} if host.service is not None else {}
         counts = {name: getattr(planner.counts, name) for name in planner.counts.__slots__}
-        return {
-            "kept": planner.host.kept,
+        return more | {
+            "kept": host.kept,
             "counts": counts | {"from_disk": replica.tiers.counters.loaded_tokens},
-            "left": {"shadows": len(planner._shadows), "held": replica.block_counts.held, **replica.tiers.open_jobs()},
+            "left": left
+            | {"shadows": len(planner._shadows), "held": replica.block_counts.held, **replica.tiers.open_jobs()},
         }
+
+    def _followed(self, host: Any) -> dict[str, Any]:
+        """Return how far the service is that follows the tiers. One that came back gets its image with a step."""
+        sender, deadline = host.service.sender, time.monotonic() + IDLE_S
+        while not sender.wait_applied(1.0) and time.monotonic() < deadline:
+            self.answers(prompts("llama", 0, 1))
+            self.forget()
+        target = self.llm.llm_engine.vllm_config.kv_transfer_config.kv_connector_extra_config
+        return followed(sender, host.replica, target["address"], target["replica"])
 
 
 if __name__ == "__main__":

@@ -39,6 +39,8 @@ from kvplane.v1.allocation_pb2_grpc import AllocationStub
 from kvplane_core.face.state import digest as digest_of
 
 if TYPE_CHECKING:
+    from kvplane.blocking.mirror import MirrorSender
+    from kvplane_core.face.interface import ReplicaCore
     from kvplane_vllm.mirror import MirrorManager
 
 registry._run_in_subprocess = lambda inspect: inspect()  # a process of its own takes a minute to import
@@ -94,16 +96,20 @@ def prompts(model: str, seed: int, count: int | None = None, words: int = 900) -
 
 
 def mirror_state(manager: MirrorManager, address: str, replica: str) -> dict[str, Any]:
-    """How far the service is, once it has applied everything, and whether it has the engine's state."""
+    """As `followed`, of the device."""
     manager.close_step()
     manager.send_steps()
-    sender = manager.sender
-    assert sender is not None
+    assert manager.sender is not None
+    return followed(manager.sender, manager.replica, address, replica)
+
+
+def followed(sender: MirrorSender, core: ReplicaCore, address: str, replica: str) -> dict[str, Any]:
+    """How far the service is, once it has applied everything, and whether it has the engine's state."""
     assert sender.wait_applied(60), sender.state
     state = sender.state
     with open_channel(address) as channel:
         digest = AdminStub(channel).Snapshot(SnapshotRequest(replica=replica, summary=True)).digest
-    is_same = digest == digest_of(manager.replica)
+    is_same = digest == digest_of(core)
     return {"steps": state.newest, "images": state.images, "divergences": state.divergences, "same_state": is_same}
 
 
