@@ -217,7 +217,7 @@ class Decisions:
             memory_s=work.memory_s(lacking, place.capacity),
         )
         lacked = min(lacking / place.capacity, 1.0) if lacking else 0.0
-        weighted = min((claim.expected + TIER_WEIGHT * (claim.host + claim.disk)) / num_tokens, 1.0)
+        weighted = min((claim.expected + TIER_WEIGHT * (claim.reachable - claim.expected)) / num_tokens, 1.0)
         return Option(claim.place, weighted, work.waiting(around.now_s), work.in_flight, lacked, cost)
 
     def _share(self, claim: PlaceClaim, ask: Ask, begun: Keys) -> Share:
@@ -231,7 +231,8 @@ class Decisions:
 
     def _load_s(self, claim: PlaceClaim) -> float:
         settings = self.settings
-        return claim.host / settings.host_tokens_per_s + claim.disk / settings.disk_tokens_per_s
+        own_s = claim.host / settings.host_tokens_per_s + claim.disk / settings.disk_tokens_per_s
+        return own_s + claim.peers / settings.peer_tokens_per_s
 
     def _evicted(self, claim: PlaceClaim, num_tokens: int) -> float:
         """Return the tokens whose entries a place has to evict for a prompt; they count where all groups have them."""
@@ -255,7 +256,7 @@ class Decisions:
             name, chosen.claim.place, ask.prompt.num_tokens, chosen.claim.tokens, chosen.claim.expected,
             cost.first_token_s, cost.miss_s,
             min((one.option.cost.first_token_s for one in places[1:]), default=math.inf),
-            chosen.claim.inexact, (place.stores, place.removals), now_s, chosen.claim.host + chosen.claim.disk,
+            chosen.claim.inexact, (place.stores, place.removals), now_s, chosen.claim.reachable - chosen.claim.expected,
             cost.load_s, owner=ask.owner, reads_peers=place.reads_peers,
         )  # fmt: skip
         self._bookings[name] = booking

@@ -86,6 +86,11 @@ class Followed:
             return "unproven"
         return "partial" if self.order.partial else "current"
 
+    @property
+    def is_readable(self) -> bool:
+        """Whether its peers may find what its entries name."""
+        return self.source.is_connected and not self.place.withdrawn
+
     async def run(self, context: zmq.asyncio.Context) -> None:
         """Follow the engine until the task is cancelled."""
         if isinstance(self.source, ReplicaSource):
@@ -163,6 +168,8 @@ class PlaceClaim:
             prompt that is computed there leaves what the other groups lack.
         host, disk: tokens after `expected` that it has in its host memory, and tokens after these on disk, at most: an
             engine decides what it loads, and not all that it loads counts as a hit of the device.
+        peers: tokens after `expected` and `host` that it may load from the host memory of its peers, at most.
+        peer: the peer one of whose groups has the most of the prompt in its host memory; "" without `peers`.
     """
 
     place: str
@@ -173,11 +180,13 @@ class PlaceClaim:
     single_group: int = 0
     host: int = 0
     disk: int = 0
+    peers: int = 0
+    peer: str = ""
 
     @property
     def reachable(self) -> int:
-        """Tokens that it has anywhere, at most."""
-        return self.expected + self.host + self.disk
+        """Tokens that it need not compute, at most."""
+        return self.expected + self.host + self.disk + self.peers
 
 
 class Fleet:
@@ -282,28 +291,57 @@ class _Batch:
         """Return the claims of all places."""
         made = list(self._unknown)
         for keys, places in self._asked.values():
-            asked = [_variants(one.place) for _, one in places]
+            lenders = _Lenders(places)
+            asked = [_variants(one.place, lenders) for _, one in places]
             found = iter(claims(index, keys, num_tokens, [each for variants in asked for each in variants.values()]))
-            for (name, one), variants in zip(places, asked, strict=True):
-                by_variant = {variant: next(found) for variant in variants}
+            of_place = [{variant: next(found) for variant in variants} for variants in asked]
+            lent = {
+                name: max(each[_LENT].alone) for (name, _), each in zip(places, of_place, strict=True) if _LENT in each
+            }
+            for (name, one), by_variant in zip(places, of_place, strict=True):
                 claim = by_variant[_DEVICE]
                 counted = by_variant.get(_EXPECTED, claim)
                 tokens, alone = max(claim.tokens, counted.tokens), max(counted.alone, default=0)
                 host = max(by_variant.get(Tier.HOST, counted).tokens, tokens) - tokens
                 disk = max(by_variant.get(Tier.DISK, counted).tokens, tokens + host) - tokens - host
+                peers = max(by_variant.get(_PEERS, counted).tokens, tokens + host) - tokens - host
+                most = max((each for each in lenders.of(one.place) if each != name), key=lent.__getitem__, default="")
                 single = alone if alone > tokens else 0
                 state = "" if one.state == "current" else f"the place is {one.state}"
                 inexact = one.place.layout().inexact or state
-                made.append(PlaceClaim(name, claim.tokens, claim, inexact, tokens, single, host, disk))
+                loaded = (host, disk, peers, most if peers else "")
+                made.append(PlaceClaim(name, claim.tokens, claim, inexact, tokens, single, *loaded))
         return made
 
 
-_DEVICE, _EXPECTED = "device", "expected"
+class _Lenders:
+    """Which places have something in their host memory that others may load, by namespace."""
+
+    def __init__(self, places: Iterable[tuple[str, Followed]]) -> None:
+        self._names: dict[bytes, list[str]] = {}
+        cells: dict[bytes, list[int]] = {}
+        read = {one.place.namespace for _, one in places if one.place.reads_peers}
+        for name, one in places:
+            if one.place.namespace in read and one.place.namespace and one.is_readable and one.place.has(Tier.HOST):
+                self._names.setdefault(one.place.namespace, []).append(name)
+                cells.setdefault(one.place.namespace, []).extend(one.place.lent.cells)
+        self._cells = {namespace: tuple(of_all) for namespace, of_all in cells.items()}
+
+    def of(self, place: Place) -> Sequence[str]:
+        """Return the names of those that a place may read, which may be one of them."""
+        return self._names.get(place.namespace, ())
+
+    def cells(self, place: Place) -> Sequence[int]:
+        """Return their cells; equal places have the same object."""
+        return self._cells.get(place.namespace, ())
 
 
-def _variants(place: Place) -> dict[object, Asked]:
+_DEVICE, _EXPECTED, _PEERS, _LENT = "device", "expected", "peers", "lent"
+
+
+def _variants(place: Place, lenders: _Lenders) -> dict[object, Asked]:
     """Return what is asked of a place: its hit on the device, the same with what is expected there, and these with what
-    is in its host memory, and also on disk, as far as it has any.
+    is in its host memory, and also on disk or at its peers, as far as there is any; and what it lends to these.
     """
     expects, variants = bool(place.expected), dict[object, Asked]()
     variants[_DEVICE] = place.asked()
@@ -313,4 +351,8 @@ def _variants(place: Place) -> dict[object, Asked]:
         variants[Tier.HOST] = place.asked(expects, (Tier.HOST,))
     if place.has(Tier.DISK):
         variants[Tier.DISK] = place.asked(expects, (Tier.HOST, Tier.DISK))
+    if shared := lenders.cells(place):
+        variants[_LENT] = place.lent
+        if place.reads_peers:
+            variants[_PEERS] = place.asked(expects, (Tier.HOST,), shared)
     return variants

@@ -70,17 +70,19 @@ class Asked:
         rule: the rule of its groups.
         cells: the cell of each group.
         others: another cell of each group, which may have a key instead, or several times as many; () = none.
+        shared: the same, and one object for all places that share it, which is read once.
     """
 
     rule: HitRule
     cells: Sequence[int]
     others: Sequence[int] = ()
+    shared: Sequence[int] = ()
 
 
 def claims(index: Index | NativeIndex, keys: Sequence[int], num_tokens: int, asked: Sequence[Asked]) -> list[Claim]:
     """Return the hits of a prompt of `num_tokens` tokens, whose keys are given, at several places."""
     if isinstance(index, NativeIndex):
-        places = [(one.rule.native, one.cells, one.others) for one in asked]
+        places = [(one.rule.native, one.cells, one.others, one.shared) for one in asked]
         return [Claim(*row) for row in index.claims(keys, num_tokens, places)]
     sets: dict[int, int] = {}  # few: the blocks of one request share one
     numbers = np.array([sets.setdefault(bits, len(sets)) for bits in index.find(keys)], np.intp)
@@ -88,7 +90,8 @@ def claims(index: Index | NativeIndex, keys: Sequence[int], num_tokens: int, ask
     def has(one: Asked, groups: Sequence[int]) -> Column:
         """Return which keys all of these groups have, each in one of its cells."""
         size = len(one.cells)
-        choices = [sum({1 << cell for cell in (one.cells[at], *one.others[at::size])}) for at in groups]
+        others = [*one.others, *one.shared]
+        choices = [sum({1 << cell for cell in (one.cells[at], *others[at::size])}) for at in groups]
         return np.array([all(bits & choice for choice in choices) for bits in sets], np.bool_)[numbers]
 
     return [one.rule.claim(partial(has, one), len(keys), num_tokens) for one in asked]

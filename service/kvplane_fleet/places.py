@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.events import GroupDigest
@@ -71,6 +72,7 @@ class Place:
         self.returns = Returns()
         self.withdrawn = False  # the engine's cache must not be used for now
         self.reads_peers = False  # it may load what no event of it states
+        self.namespace = b""  # equal for places that may read each other's host memory; empty if none is known
         self._most_blocks = 0
         self._rank: int | None = None
         self.key_bytes = 0  # of each key; 0 until one was seen
@@ -118,7 +120,7 @@ class Place:
                 self._index.release(cell)
             self.expected.release()
             self._most_blocks = 0
-            self.cells, self.formats, self._layout = {}, {}, None
+            self.cells, self.formats, self._layout, self.namespace = {}, {}, None, b""
             self.proof = self._new_proof()
             self._rank, self._time_s, self.key_bytes = None, -math.inf, 0
 
@@ -186,7 +188,7 @@ class Place:
         """Remove the place from the index."""
         self.clear(life_ended=True)
 
-    def use(self, spec: ReplicaSpec) -> None:
+    def use(self, spec: ReplicaSpec, namespace: bytes = b"") -> None:
         """Take the groups and the hashes from a replica's spec, instead of from its events."""
         self.proof.domain = Domain(
             spec.hash_algorithm, spec.hash_seed, spec.hash_block_size, spec.hash_lookahead_tokens, WHOLE_KEY_BYTES
@@ -195,11 +197,13 @@ class Place:
             number: GroupFormat(group.kind.value, group.block_size, group.window)
             for number, group in enumerate(spec.groups)
         }
-        for number in self.formats:
-            self.cells.setdefault((Tier.DEVICE, number), self._index.new_cell())
+        for named in product((Tier.DEVICE, Tier.HOST) if namespace else (Tier.DEVICE,), self.formats):
+            if named not in self.cells:
+                self.cells[named] = self._index.new_cell()
         self._layout = Layout(tuple(self.formats), HitRule(spec), "")
         self._most_blocks = spec.num_blocks
         self.reads_peers = any(tier.kind is TierKind.PEERS for tier in spec.tiers)
+        self.namespace = namespace
         self.withdrawn = False
 
     def agrees(self, digests: Sequence[GroupDigest]) -> bool:
@@ -269,19 +273,26 @@ class Place:
         """Return whether a tier has an entry."""
         return any(self._index.size(cell) for (each, _), cell in self.cells.items() if each is tier)
 
-    def asked(self, with_expected: bool = False, tiers: Sequence[Tier] = ()) -> Asked:
+    def asked(self, with_expected: bool = False, tiers: Sequence[Tier] = (), shared: Sequence[int] = ()) -> Asked:
         """Return what a look-up needs. Raises the errors of `layout`.
 
         Args:
             with_expected: count what prompts that are sent to the place will leave there.
             tiers: count what is in these, as if it were on the device.
+            shared: count what is in these cells, one or more for each group; one object for all places that share them.
         """
         layout = self.layout()
         cells = [self.cells[Tier.DEVICE, number] for number in layout.groups]
         others = list(self.expected.cells(layout.groups)) if with_expected else []
         for tier in tiers:
             others += [self.cells.get((tier, number), cell) for number, cell in zip(layout.groups, cells, strict=True)]
-        return Asked(layout.rule, cells, others)
+        return Asked(layout.rule, cells, others, shared)
+
+    @property
+    def lent(self) -> Asked:
+        """What a look-up in its host memory alone needs, if it has a namespace. Raises the errors of `layout`."""
+        layout = self.layout()
+        return Asked(layout.rule, [self.cells[Tier.HOST, number] for number in layout.groups])
 
     def expect(self, name: str, keys: Sequence[int], num_tokens: int, single_group: int = 0) -> None:
         """Expect the entries that a prompt will leave, until `expected.forget(name)`: where it ends, and where the hit

@@ -67,7 +67,8 @@ class RouterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         policy: the policy of requests that name none.
         prefill_tokens_per_s, decode_s: what is assumed of an engine that nothing was reported of: prompt tokens that it
             computes in a second, and seconds for one token of each prompt in flight.
-        host_tokens_per_s, disk_tokens_per_s: tokens that an engine loads in a second from its host memory, from disk.
+        host_tokens_per_s, disk_tokens_per_s, peer_tokens_per_s: tokens that an engine loads in a second from its host
+            memory, from disk, from the host memory of its peers.
         price_displacement: count what an engine has to evict for a prompt.
         max_decisions: booked prompts at a time.
         max_body_bytes: of all HTTP requests whose engine is not chosen yet, at the endpoint picker.
@@ -83,6 +84,7 @@ class RouterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode_s: Annotated[float, msgspec.Meta(gt=0, le=60)] = 0.02
     host_tokens_per_s: Annotated[float, msgspec.Meta(gt=0, le=1e9)] = 200_000.0
     disk_tokens_per_s: Annotated[float, msgspec.Meta(gt=0, le=1e9)] = 20_000.0
+    peer_tokens_per_s: Annotated[float, msgspec.Meta(gt=0, le=1e9)] = 100_000.0
     price_displacement: bool = True
     max_decisions: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 1 << 16
     max_body_bytes: Annotated[int, msgspec.Meta(ge=1 << 20, le=1 << 40)] = 64 << 20

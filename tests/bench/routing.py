@@ -289,8 +289,9 @@ class Router:
     """The product's decisions over the places, on the timeline."""
 
     def __init__(
-        self, spec: ReplicaSpec, names: Sequence[str], policy: str, seed: int, settings: RouterSettings = SETTINGS
-    ) -> None:
+        self, spec: ReplicaSpec, names: Sequence[str], policy: str, seed: int, settings: RouterSettings = SETTINGS,
+        namespace: bytes = b"",
+    ) -> None:  # fmt: skip
         self.time, self.outcome, self._policy = Timeline(), Outcome(), policy
         self._places, self._history = Places(), History(spec.num_blocks)
         self._decisions = Decisions(self._places, settings, lambda: self.time.now_s)
@@ -298,7 +299,7 @@ class Router:
         for name in names:
             followed = self._places.add(PlaceSettings(name, service="inproc", model=MODEL))
             followed.source.is_connected = True
-            followed.place.use(spec)
+            followed.place.use(spec, namespace)
         self._scheme, self._domain = HashScheme.of(spec), followed.place.domain
         self._forms = [GroupFormat(group.kind.value, group.block_size, group.window) for group in spec.groups]
         self._open: dict[str, tuple[str, int, int, float]] = {}  # by request: decision, claims, arrival

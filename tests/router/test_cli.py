@@ -114,12 +114,13 @@ CAUSES = {
 
 @pytest.mark.parametrize("cause", CAUSES)
 def test_the_cause_names_the_group_that_limits(cause):
-    others = pb.PlaceScore(place="q", hit_tokens=5, expected_tokens=500, host_tokens=64)
+    others = pb.PlaceScore(place="q", hit_tokens=5, expected_tokens=500, host_tokens=64, peer_tokens=16, peer="p")
     answer = pb.ScoreResponse(places=[CAUSES[cause], others], reason="p by policy cost")
     first, second, reason = explanations(answer, 200)
     assert f"cause: {cause}" in first
     assert "500 tokens less than the place that has the most" in first
     assert "500 once the prompts that were sent there are computed\nup to 64 more from host memory" in second
+    assert "\nup to 16 more from the host memory of peers, such as p, loaded in 0.000 s in all" in second
     assert reason == "p by policy cost"
 
 

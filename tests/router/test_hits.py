@@ -28,7 +28,8 @@ def new_cell(indexes):
 
 def claims_of_table(seed, drafts=False):
     """Claims of three places for one prompt, through one index of either kind, and the hits by brute force. The places
-    have part of what they have in other cells. `drafts`: several classes drop a block.
+    have part of what they have in other cells, and two of them share what is in several more. `drafts`: several classes
+    drop a block.
     """
     rng = Random(seed)
     spec, indexes = draw_spec(rng), (Index(), NativeIndex())
@@ -37,14 +38,25 @@ def claims_of_table(seed, drafts=False):
     units = num_tokens // spec.hash_block_size
     keys = [rng.getrandbits(64) for _ in range(units)]
     rule, places = HitRule(spec), []
-    for _ in range(3):
+    lent = [draw_entries(rng, units) for _ in spec.groups] if seed % 2 else [set[int]() for _ in spec.groups]
+    shared = [[new_cell(indexes) for _ in spec.groups] for _ in range(seed % 5)]
+    for lender in shared:
+        for has, cell in zip(lent, lender, strict=True):
+            for unit in has:
+                if lender is shared[unit % len(shared)]:
+                    for index in indexes:
+                        index.add(cell, [keys[unit - 1]])
+    lenders = tuple(cell for lender in shared for cell in lender)
+    for number in range(3):
         entries = [draw_entries(rng, units) for _ in spec.groups]
         cells, *others = ([new_cell(indexes) for _ in spec.groups] for _ in range(3))
         for has, *each in zip(entries, cells, *others, strict=True):
             for unit in has:
                 for index in indexes:
                     index.add(each[unit % 7 % 3], [keys[unit - 1]])
-        places.append((Asked(rule, cells, [*others[0], *others[1]]), entries))
+        loans = lenders if number else ()
+        found = [own | (of_others if loans else set()) for own, of_others in zip(entries, lent, strict=True)]
+        places.append((Asked(rule, cells, [*others[0], *others[1]], loans), found))
     both = [claims(index, keys, num_tokens, [asked for asked, _ in places]) for index in indexes]
     assert both[0] == both[1], f"seed {seed}: {spec}"
     for (_, entries), claim in zip(places, both[1], strict=True):

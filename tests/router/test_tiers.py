@@ -12,7 +12,7 @@ from kvplane.v1 import routing_pb2 as pb
 from kvplane_fleet.decisions import Event
 from kvplane_fleet.router.messages import encode_decision
 from kvplane_fleet.wire.events import Batch, Removed, Stored, Tier
-from tests.core.builders import full, replica_spec
+from tests.core.builders import full, replica_spec, window
 from tests.router.fleets import BLOCK, DOMAIN, FULL, GROUPS, WINDOW, Scene, chosen, content, finished, tokens
 
 PROMPT = tokens(1, 20)
@@ -134,3 +134,94 @@ def test_stores_of_a_tier_teach_no_group():
     offloads(scene, "a", Tier.HOST, KEYS, group=1)
     assert scene.place("a").formats == before
     assert Stored(1, Tier.HOST, KEYS, WINDOW).tier is Tier.HOST
+
+
+def lending(*names, groups=GROUPS, **settings):
+    """Places of one namespace that may read each other's host memory, without entries."""
+    scene = Scene(*names, groups=groups, **settings)
+    for name in names:
+        in_namespace(scene, name, b"one")
+    return scene
+
+
+def in_namespace(scene, name, namespace, tiers=(HOST, PEERS)):
+    place = scene.place(name)
+    kinds = [window(2 * BLOCK, BLOCK) if one is WINDOW else full(BLOCK) for one in scene.groups]
+    spec = replica_spec(*kinds, hash_block_size=BLOCK, tiers=tiers, hash_algorithm=DOMAIN.algorithm)
+    place.use(spec, namespace)
+    place.proof.domain = DOMAIN
+
+
+def test_peers_extend_a_hit_by_group_and_the_one_that_has_most_is_named():
+    scene = lending("a", "b", "c")
+    scene.stores("a", PROMPT, only=0)
+    offloads(scene, "b", Tier.HOST, KEYS[8:10], group=1)
+    offloads(scene, "c", Tier.HOST, KEYS[:3], group=0)
+    claim = claim_of(scene, "a")
+    assert (claim.tokens, claim.expected, claim.host, claim.peers) == (0, 0, 0, 10 * BLOCK)
+    assert (claim.reachable, claim.peer) == (10 * BLOCK, "b")
+    offloads(scene, "c", Tier.HOST, KEYS[:12], group=0)
+    assert claim_of(scene, "a").peer == "c"
+    offloads(scene, "b", Tier.HOST, KEYS[:10], group=0)
+    claim = claim_of(scene, "b")
+    assert (claim.host, claim.peers, claim.peer) == (10 * BLOCK, 0, "")
+    assert claim_of(scene, "c").peers == 10 * BLOCK
+
+
+@pytest.mark.parametrize(
+    "why", ["namespace", "no namespace", "reads none", "gone", "withdrawn", "invisible", "evicted"]
+)
+def test_only_peers_that_can_be_read_count(why):
+    scene = lending("a", "b", groups=(FULL,))
+    offloads(scene, "b", Tier.HOST, KEYS)
+    assert claim_of(scene, "a").peers == 19 * BLOCK
+    if why in ("namespace", "no namespace"):
+        in_namespace(scene, "b", b"other" if why == "namespace" else b"")
+    elif why == "reads none":
+        in_namespace(scene, "a", b"one", tiers=(HOST,))
+    elif why == "gone":
+        scene.fleet.followed["b"].source.is_connected = False
+    elif why == "withdrawn":
+        scene.place("b").withdrawn = True
+    elif why == "evicted":
+        finished(scene.place("b").applying_batch(Batch(1.0, [Removed(0, Tier.HOST, KEYS)])))
+    visible = frozenset("a") if why == "invisible" else None
+    (claim,) = (one.claim for one in scene.score(PROMPT, visible=visible).places if one.claim.place == "a")
+    assert (claim.peers, claim.peer) == (0, "")
+
+
+def test_a_peer_load_is_priced_as_the_queue_of_the_peer_and_computing_are():
+    scene = lending("a", "b", groups=(FULL,), peer_tokens_per_s=1e4, host_tokens_per_s=1e6, prefill_tokens_per_s=1e3)
+    offloads(scene, "b", Tier.HOST, KEYS)
+    assert chosen(scene.score(PROMPT)) == "b"
+    costs = {one.claim.place: one.option.cost for one in scene.score(PROMPT).places}
+    assert costs["a"].load_s == pytest.approx(19 * BLOCK / 1e4)
+    assert costs["b"].load_s == pytest.approx(19 * BLOCK / 1e6)
+    other = tokens(2, 400)  # that keeps b busy for longer than the load takes
+    assert scene.book(other, candidates=frozenset("b"))[0] == "b"
+    decision = scene.score(PROMPT)
+    assert chosen(decision) == "a"
+    answer = encode_decision(decision, scene.decisions, 0)
+    assert (answer.places[0].peer_tokens, answer.places[0].peer) == (19 * BLOCK, "b")
+    assert "304 more loaded from peers such as b" in answer.reason
+    slow = lending("a", "b", groups=(FULL,), peer_tokens_per_s=10, prefill_tokens_per_s=1e3)
+    offloads(slow, "b", Tier.HOST, KEYS)
+    slow.book(other, candidates=frozenset("b"))
+    costs = {one.claim.place: one.option.cost for one in slow.score(PROMPT).places}
+    assert costs["a"].load_s > costs["b"].queue_s
+
+
+@pytest.mark.parametrize(("cached", "cause"), [(0, "equal"), (304, "equal"), (160, "loaded"), (320, "loaded")])
+def test_an_engine_that_loads_from_peers_is_as_claimed(cached, cause):
+    scene = lending("a", "b", groups=(FULL,))
+    offloads(scene, "b", Tier.HOST, KEYS)
+    name = scene.book(PROMPT, candidates=frozenset("a"))[1]
+    assert scene.decisions.ended(name, Event(scene.clock(), cached)) == cause
+
+
+def test_an_engine_that_comes_back_has_no_namespace_until_its_service_states_it():
+    scene = lending("a", "b", groups=(FULL,))
+    offloads(scene, "b", Tier.HOST, KEYS)
+    scene.place("b").clear(life_ended=True)
+    assert scene.place("b").namespace == b""
+    assert claim_of(scene, "a").peers == 0

@@ -32,8 +32,8 @@ class ReplicaSink(Protocol):
 
     withdrawn: bool
 
-    def use(self, spec: ReplicaSpec) -> None:
-        """Take note of the replica's groups and hashes."""
+    def use(self, spec: ReplicaSpec, namespace: bytes = b"") -> None:
+        """Take note of the replica's groups and hashes, and of the replicas whose host tiers it may read."""
         ...
 
     def applying_batch(self, batch: Batch) -> Sliced[None]:
@@ -95,13 +95,7 @@ class ReplicaSource:
             await self._changed.wait()
 
     async def _follow(self, client: aio.Client) -> None:
-        described = await client.describe_replica(self._replica)
-        spec = wire.decode_spec(described.spec)
-        self._forms = {
-            number: GroupFormat(group.kind.value, group.block_size, group.window)
-            for number, group in enumerate(spec.groups)
-        }
-        self._sink.use(spec)
+        await self._describe(client)
         self.error = None
         self.is_connected, self.seq, self.partial, self._is_doubted = True, 0, False, False
         self._changed.set()
@@ -109,10 +103,23 @@ class ReplicaSource:
         async for batch in stream:
             for _ in self._taking(batch):
                 await asyncio.sleep(0)
+            if batch.gap:
+                await self._describe(client)  # another service may have the replica, where it has other peers
             self._changed.set()
             if self._is_doubted:
                 self._sink.clear(life_ended=True)
                 return
+
+    async def _describe(self, client: aio.Client) -> None:
+        described = await client.describe_replica(self._replica)
+        self._use(wire.decode_spec(described.spec), described.peer_namespace)
+
+    def _use(self, spec: ReplicaSpec, namespace: bytes) -> None:
+        self._forms = {
+            number: GroupFormat(group.kind.value, group.block_size, group.window)
+            for number, group in enumerate(spec.groups)
+        }
+        self._sink.use(spec, namespace)
 
     def _taking(self, batch: EventBatch) -> Sliced[None]:
         if batch.gap:

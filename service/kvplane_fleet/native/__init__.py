@@ -15,7 +15,7 @@ from kvplane_fleet.index import Index
 VARIABLE = "KVPLANE_NATIVE"
 SWEEP_AT = 1 << 16  # keys without cells, at least, before they are swept
 
-Asked: TypeAlias = tuple[object, Sequence[int], Sequence[int]]  # layout; cells by group; other cells by group, or none
+Asked: TypeAlias = tuple[object, Sequence[int], Sequence[int], Sequence[int]]  # layout, cells, others, shared
 Row: TypeAlias = tuple[int, tuple[int, ...]]  # tokens of a hit; by group, those of its hit alone
 
 

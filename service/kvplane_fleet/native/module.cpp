@@ -4,6 +4,7 @@
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 
+#include <map>
 #include <stdexcept>
 #include <utility>
 
@@ -278,50 +279,73 @@ PyObject* MakeLayout(PyObject*, PyObject* arguments) {
 struct Asked {
     const Layout* layout;
     std::vector<Number> cells, others;  // by group of the layout; `others`, several for each, may have a key instead
+    Int shared;                         // which of `AllAsked::shared` may have it too; -1: none
 };
 
-std::vector<Asked> ReadAsked(const Table& table, PyObject* given) {
-    std::vector<Asked> asked;
-    ForEach(given, [&](PyObject* place) {
-        Asked one{&In<Layout>(At(place, 0), kLayout), {}, {}};
-        ForEach(At(place, 1), [&](PyObject* cell) { one.cells.push_back(ReadCell(table, cell)); });
-        ForEach(At(place, 2), [&](PyObject* cell) { one.others.push_back(ReadCell(table, cell)); });
-        Check(one.cells.size() == static_cast<size_t>(one.layout->num_groups));
-        Check(one.others.size() % one.cells.size() == 0);
-        asked.push_back(std::move(one));
-    });
-    return asked;
+// All places that are asked for, and what some of them share: cells, and the number of groups that they are for.
+struct AllAsked {
+    std::vector<Asked> places;
+    std::vector<std::pair<std::vector<Number>, size_t>> shared;
+};
+
+std::vector<Number> ReadCells(const Table& table, PyObject* given, const Layout& layout) {
+    std::vector<Number> cells;
+    ForEach(given, [&](PyObject* cell) { cells.push_back(ReadCell(table, cell)); });
+    Check(cells.size() % static_cast<size_t>(layout.num_groups) == 0);
+    return cells;
 }
 
-Runs ColumnOf(const Columns& columns, const Asked& one, size_t group) {
-    Runs all = columns.Of(one.cells[group]);
-    for (size_t at = group; at < one.others.size(); at += one.cells.size()) {
-        all = Either(all, columns.Of(one.others[at]));
-    }
+AllAsked ReadAsked(const Table& table, PyObject* given) {
+    AllAsked all;
+    std::map<std::pair<PyObject*, Int>, Int> known;  // an object keeps its address while `given` holds it
+    ForEach(given, [&](PyObject* place) {
+        const Layout& layout = In<Layout>(At(place, 0), kLayout);
+        Asked one{&layout, ReadCells(table, At(place, 1), layout), ReadCells(table, At(place, 2), layout), -1};
+        Check(one.cells.size() == static_cast<size_t>(layout.num_groups));
+        if (PyObject* const shared = At(place, 3); PySequence_Size(shared) != 0) {
+            const auto next = static_cast<Int>(all.shared.size());
+            const auto [at, is_new] = known.emplace(std::pair{shared, layout.num_groups}, next);
+            if (is_new) all.shared.emplace_back(ReadCells(table, shared, layout), layout.num_groups);
+            one.shared = at->second;
+        }
+        all.places.push_back(std::move(one));
+    });
     return all;
 }
 
-// claims(index, keys, num_tokens, [(layout, cells, others), ...]) -> [(tokens, (alone, ...)), ...]
+// What any of several cells of each group has, one of `size` groups.
+std::vector<Runs> AnyOf(const Columns& columns, const std::vector<Number>& cells, size_t size) {
+    std::vector<Runs> any(size);
+    for (size_t at = 0; at < cells.size(); ++at) any[at % size] = Either(any[at % size], columns.Of(cells[at]));
+    return any;
+}
+
+// claims(index, keys, num_tokens, [(layout, cells, others, shared), ...]) -> [(tokens, (alone, ...)), ...]
 PyObject* Claims(PyObject*, PyObject* arguments) {
     return Guarded([&] {
         const Table& table = TableOf(arguments);
         const std::vector<Key> keys = ReadKeys(At(arguments, 1));
         const Int most = ReadInt(At(arguments, 2)) - 1;
-        const std::vector<Asked> asked = ReadAsked(table, At(arguments, 3));
+        const AllAsked asked = ReadAsked(table, At(arguments, 3));
         std::vector<Number> cells;
-        for (const Asked& one : asked) {
-            cells.insert(cells.end(), one.cells.begin(), one.cells.end());
-            cells.insert(cells.end(), one.others.begin(), one.others.end());
-        }
+        const auto add = [&](const std::vector<Number>& more) { cells.insert(cells.end(), more.begin(), more.end()); };
+        for (const Asked& one : asked.places) add(one.cells), add(one.others);
+        for (const auto& [numbers, size] : asked.shared) add(numbers);
         const Columns columns(table, table.Find(keys), cells);
+        std::vector<std::vector<Runs>> shared;
+        for (const auto& [numbers, size] : asked.shared) shared.push_back(AnyOf(columns, numbers, size));
         Owned claims(PyList_New(0));
-        for (const Asked& one : asked) {
+        for (const Asked& one : asked.places) {
+            std::vector<Runs> own = AnyOf(columns, one.cells, one.cells.size());
+            const std::vector<Runs> others = AnyOf(columns, one.others, own.size());
+            for (size_t group = 0; group < own.size(); ++group) {
+                own[group] = Either(own[group], others[group]);
+                if (one.shared >= 0) own[group] = Either(own[group], shared[static_cast<size_t>(one.shared)][group]);
+            }
             std::vector<Runs> of_class;
             for (const LookupClass& group : one.layout->classes) {
-                Runs all = ColumnOf(columns, one, group.groups[0]);
-                for (size_t at = 1; at < group.groups.size(); ++at) {
-                    all = Both(all, ColumnOf(columns, one, group.groups[at]));
-                }
+                Runs all = own[group.groups[0]];
+                for (size_t at = 1; at < group.groups.size(); ++at) all = Both(all, own[group.groups[at]]);
                 of_class.push_back(std::move(all));
             }
             Search search(*one.layout, of_class, static_cast<Int>(keys.size()));

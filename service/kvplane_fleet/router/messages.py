@@ -95,6 +95,8 @@ def _place_score(scored: Scored, followed: Followed) -> pb.PlaceScore:
         inexact=claim.inexact,
         host_tokens=claim.host,
         disk_tokens=claim.disk,
+        peer_tokens=claim.peers,
+        peer=claim.peer,
         cost=encode_same(cost, pb.PlaceCost, "cost", total_s=cost.total_s),
         in_flight=scored.option.in_flight,
     )
@@ -105,10 +107,12 @@ def _reason(decision: Decision) -> str:
     chosen = f"{first.claim.place} by policy {policy}: {first.claim.expected} tokens cached"
     if len(decision.places) == 1:
         return f"{chosen}; it is the only candidate"
+    if first.claim.peer:
+        chosen += f", {first.claim.peers} more loaded from peers such as {first.claim.peer}"
     cost, others = first.option.cost, decision.places[1:]
     longest = max(others, key=lambda one: one.claim.expected)
     text = f"{chosen}, cost {cost.total_s:.3f} s (queue {cost.queue_s:.3f}, memory {cost.memory_s:.3f}, "
-    text += f"miss {cost.miss_s:.3f})"
+    text += f"load {cost.load_s:.3f}, miss {cost.miss_s:.3f})"
     if longest.claim.expected > first.claim.expected:
         other = longest.option.cost
         text += (

@@ -11,6 +11,7 @@ registered again: its weights may have changed.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -97,9 +98,14 @@ class Member:
 
 
 class Namespace:
-    """The replicas whose slots have equal meaning."""
+    """The replicas whose slots have equal meaning.
+
+    Attributes:
+        name: differs from that of every other namespace, also of another process.
+    """
 
     def __init__(self) -> None:
+        self.name = secrets.token_bytes(16)
         self._members: dict[str, Member] = {}
         self._has_readers = False
         self._holders: dict[Key, dict[str, tuple[int, int]]] = {}  # by name: slot of the range, and version

@@ -157,6 +157,7 @@ def encode_description(entry: Entry, report: StoreReport) -> pb.DescribeReplicaR
         retain_counts={outcome.name.lower(): count for outcome, count in tally.retentions.items() if count},
         waiting_requests=host.waiting_requests,
         model_name=entry.registration.model_name,
+        peer_namespace=entry.namespace.name if entry.namespace is not None else b"",
         age_ms=host.lifetime_ns // _NS_PER_MS,
         last_seen_ms=host.unused_ns // _NS_PER_MS,
     )

@@ -288,7 +288,9 @@ def explanations(answer: pb.ScoreResponse, num_tokens: int) -> Iterator[str]:
         lines = [f"{one.place}: {one.hit_tokens} of {num_tokens} tokens hit; at most {max(num_tokens - 1, 0)} can"]
         if one.expected_tokens > one.hit_tokens:
             lines.append(f"{one.expected_tokens} once the prompts that were sent there are computed")
-        for tokens, memory in ((one.host_tokens, "host memory"), (one.disk_tokens, "disk")):
+        peers = f"the host memory of peers, such as {one.peer}"
+        sources = ((one.host_tokens, "host memory"), (one.disk_tokens, "disk"), (one.peer_tokens, peers))
+        for tokens, memory in sources:
             if tokens:
                 lines.append(f"up to {tokens} more from {memory}, loaded in {one.cost.load_s:.3f} s in all")
         rows = [["GROUP", "KIND", "HIT ALONE", ""]]
@@ -350,6 +352,7 @@ def _scores(answer: pb.ScoreResponse) -> str:
         limits = ", ".join(str(group.group) for group in one.groups if group.limits)
         alone = ", ".join(str(group.tokens_alone) for group in one.groups)
         costs = (f"{value:.3f}" for value in (one.cost.queue_s, one.cost.memory_s, one.cost.miss_s, one.cost.total_s))
-        counts = (str(one.hit_tokens), str(one.expected_tokens), str(one.host_tokens + one.disk_tokens))
+        in_tiers = one.host_tokens + one.disk_tokens + one.peer_tokens
+        counts = (str(one.hit_tokens), str(one.expected_tokens), str(in_tiers))
         rows.append([one.place, *counts, limits or "-", alone or "-", *costs, one.inexact or "-"])
     return f"{columns(rows)}\n\n{answer.reason}"

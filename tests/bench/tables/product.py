@@ -42,6 +42,7 @@ class Added:
             evicted, not at once.
         retains: each engine retains the shared beginnings of the prompts that it answers.
         peers: each engine may load from the host tiers of the others.
+        prices_peers: the router knows it.
     """
 
     policy: Policy
@@ -51,6 +52,7 @@ class Added:
     keeps_needed: bool = False
     retains: bool = False
     peers: bool = False
+    prices_peers: bool = False
 
     def spec(self, pool_bytes: float, engines: int) -> ReplicaSpec:
         """Return the replica of each of the engines."""
@@ -67,6 +69,7 @@ COLUMNS = {
     "+ passing": Added(Policy.COST, PASSED_BY),
     "passing 512": Added(Policy.COST, PASSED_BY_MANY),
     "with peers": Added(Policy.COST, PASSED_BY, peers=True),
+    "priced peers": Added(Policy.COST, PASSED_BY, peers=True, prices_peers=True),
     "+ displacement": Added(Policy.COST, PASSED_BY, True),
     "+ hazard": Added(Policy.COST, PASSED_BY, True, EvictionPolicy.HAZARD),
     "+ needed windows": Added(Policy.COST, PASSED_BY, True, EvictionPolicy.HAZARD, True),
@@ -84,9 +87,11 @@ class ProductRouter:
             prefill_tokens_per_s=SYSTEM / cost.prefill_s(0, SYSTEM),
             decode_s=cost.weights_s(MODEL_OUTPUT_ROWS) + cost.contexts_s([SYSTEM] * MODEL_OUTPUT_ROWS),
             host_tokens_per_s=LINK_BYTES_PER_S / TOKEN_BYTES,
+            peer_tokens_per_s=PEER_BYTES_PER_S / TOKEN_BYTES,
             price_displacement=added.prices_displacement,
         )
-        self._router = routing.Router(spec, names, added.policy.value, seed, settings)
+        namespace = b"engines" if added.prices_peers else b""
+        self._router = routing.Router(spec, names, added.policy.value, seed, settings, namespace)
         self._names = {id(engine): name for engine, name in zip(engines, names, strict=True)}
         self._scheme = HashScheme.of(spec)
         self._digests: dict[int, bytes] = {}

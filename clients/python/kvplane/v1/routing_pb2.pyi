@@ -80,7 +80,7 @@ class ScoreResponse(_message.Message):
     def __init__(self, decision_id: _Optional[str] = ..., places: _Optional[_Iterable[_Union[PlaceScore, _Mapping]]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class PlaceScore(_message.Message):
-    __slots__ = ("place", "endpoint", "hit_tokens", "expected_tokens", "groups", "inexact", "cost", "in_flight", "host_tokens", "disk_tokens")
+    __slots__ = ("place", "endpoint", "hit_tokens", "expected_tokens", "groups", "inexact", "cost", "in_flight", "host_tokens", "disk_tokens", "peer_tokens", "peer")
     PLACE_FIELD_NUMBER: _ClassVar[int]
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +91,8 @@ class PlaceScore(_message.Message):
     IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     HOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DISK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PEER_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
     place: str
     endpoint: str
     hit_tokens: int
@@ -101,7 +103,9 @@ class PlaceScore(_message.Message):
     in_flight: int
     host_tokens: int
     disk_tokens: int
-    def __init__(self, place: _Optional[str] = ..., endpoint: _Optional[str] = ..., hit_tokens: _Optional[int] = ..., expected_tokens: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[PlaceGroupHit, _Mapping]]] = ..., inexact: _Optional[str] = ..., cost: _Optional[_Union[PlaceCost, _Mapping]] = ..., in_flight: _Optional[int] = ..., host_tokens: _Optional[int] = ..., disk_tokens: _Optional[int] = ...) -> None: ...
+    peer_tokens: int
+    peer: str
+    def __init__(self, place: _Optional[str] = ..., endpoint: _Optional[str] = ..., hit_tokens: _Optional[int] = ..., expected_tokens: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[PlaceGroupHit, _Mapping]]] = ..., inexact: _Optional[str] = ..., cost: _Optional[_Union[PlaceCost, _Mapping]] = ..., in_flight: _Optional[int] = ..., host_tokens: _Optional[int] = ..., disk_tokens: _Optional[int] = ..., peer_tokens: _Optional[int] = ..., peer: _Optional[str] = ...) -> None: ...
 
 class PlaceGroupHit(_message.Message):
     __slots__ = ("group", "kind", "tokens_alone", "limits")
