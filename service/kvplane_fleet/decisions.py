@@ -7,6 +7,9 @@ missed: twice their number at the place with this one, at most their mean number
 least. With its own time alone a fleet that runs short of memory spreads prefixes over all engines, and computes them
 repeatedly; with the mean alone an idle engine is never given a prompt.
 
+What a peer has is loaded soon, but into blocks of its own, where prompts at one place would share them: with the time
+of the load alone prompts spread over all engines, until memory is short everywhere. So its blocks delay others too.
+
 A claim is multiplied by the share of the place's recent claims that came true: content for which a prompt waits long in
 a queue may be evicted before it is computed.
 
@@ -197,23 +200,29 @@ class Decisions:
     def _option(self, claim: PlaceClaim, ask: Ask, around: Around, begun: Keys) -> Option:
         work, place = self.work_of(claim.place), self._fleet.followed[claim.place].place
         num_tokens = ask.prompt.num_tokens
-        share = min(claim.reachable / num_tokens, 1.0)
+        own = claim.reachable - claim.peers
+        peers_s = claim.peers / self.settings.peer_tokens_per_s
+        # An engine that reads peers measures both, and loads what that makes sooner.
+        peers = claim.peers if peers_s < work.costs.prefill_s(claim.peers, own) else 0
+        share = min((own + peers) / num_tokens, 1.0)
         cached = int(work.trust * share * (num_tokens - 1))
         miss_s = work.costs.prefill_s(num_tokens - cached, cached)
         output = ask.output_tokens or _UNKNOWN_OUTPUT
         evicted = self._evicted(claim, num_tokens)
-        lacking = work.lacking(self._share(claim, ask, begun), place.capacity)
+        taken = self._share(claim, ask, begun)
+        lacking = work.lacking(taken, place.capacity)
         delay = DELAY_WEIGHT * min(max(around.in_flight, 1.0), work.in_flight + 1)
         unknown_s = work.costs.prefill_s(max(num_tokens - around.known, 1), around.known)
         later, probable = max(claim.single_group - around.longest, 0), work.trust * self._shared
         cost = Cost(
             queue_s=work.queue_s(around.now_s),
             miss_s=miss_s,
-            delay_s=delay * max(miss_s - unknown_s, 0.0),
+            delay_s=delay * max(miss_s - unknown_s, 0.0)
+            + work.crowding_s(taken, place.capacity) * min(peers / num_tokens, 1.0),
             displacement_s=evicted * miss_s / max(num_tokens - cached, 1) * place.returns.share,
             decode_s=work.costs.row_s() * work.in_flight * output / 2,
             later_s=-probable * (1 + delay) * work.costs.prefill_s(later, around.longest) if later else 0.0,
-            load_s=work.trust * self._load_s(claim),
+            load_s=work.trust * (self._load_s(claim) + (peers_s if peers else 0.0)),
             memory_s=work.memory_s(lacking, place.capacity),
         )
         lacked = min(lacking / place.capacity, 1.0) if lacking else 0.0
@@ -231,8 +240,7 @@ class Decisions:
 
     def _load_s(self, claim: PlaceClaim) -> float:
         settings = self.settings
-        own_s = claim.host / settings.host_tokens_per_s + claim.disk / settings.disk_tokens_per_s
-        return own_s + claim.peers / settings.peer_tokens_per_s
+        return claim.host / settings.host_tokens_per_s + claim.disk / settings.disk_tokens_per_s
 
     def _evicted(self, claim: PlaceClaim, num_tokens: int) -> float:
         """Return the tokens whose entries a place has to evict for a prompt; they count where all groups have them."""

@@ -240,6 +240,15 @@ class Work:
         """
         return (self._stay_s or 0.0) * lacking / max(min(self.held.blocks, capacity), 1)
 
+    def crowding_s(self, share: Share, capacity: int) -> float:
+        """Return the seconds by which the blocks that a prompt takes delay those in flight, summed over them: they are
+        held for the mean time, and wanted by as many as the place is full.
+        """
+        if self._stay_s is None or not capacity:
+            return 0.0
+        full = min(self.held.blocks / capacity, 1.0)
+        return self._stay_s * self.held.wanted(share) / capacity * full * self.in_flight
+
     def book(self, one: Booking, share: Share = NOTHING) -> None:
         """Add a prompt."""
         self.held.add(one.name, share)

@@ -206,9 +206,34 @@ def test_a_peer_load_is_priced_as_the_queue_of_the_peer_and_computing_are():
     assert "304 more loaded from peers such as b" in answer.reason
     slow = lending("a", "b", groups=(FULL,), peer_tokens_per_s=10, prefill_tokens_per_s=1e3)
     offloads(slow, "b", Tier.HOST, KEYS)
-    slow.book(other, candidates=frozenset("b"))
     costs = {one.claim.place: one.option.cost for one in slow.score(PROMPT).places}
-    assert costs["a"].load_s > costs["b"].queue_s
+    assert (costs["a"].load_s, chosen(slow.score(PROMPT))) == (0.0, "b")  # it computes what is loaded later
+    assert costs["a"].miss_s > 0.3
+
+
+def test_blocks_of_a_peer_load_delay_the_prompts_of_a_full_place():
+    scene = lending("a", "b", groups=(FULL,), peer_tokens_per_s=1e9)
+    offloads(scene, "b", Tier.HOST, KEYS)
+
+    def delay_s():
+        return next(one.option.cost.delay_s for one in scene.score(PROMPT).places if one.claim.place == "a")
+
+    name = scene.book(tokens(3, 4), candidates=frozenset("a"))[1]
+    scene.decisions.first_token(name, Event(scene.clock()))
+    scene.clock.now_s += 10
+    assert delay_s() == pytest.approx(0, abs=1e-4)  # it is not known how long prompts stay
+    scene.decisions.ended(name, Event(scene.clock()))
+    delays = [delay_s()]
+    for seed in (4, 5):
+        scene.book(tokens(seed, 20), candidates=frozenset("a"))
+        delays.append(delay_s())
+    assert delays[0] == pytest.approx(0, abs=1e-4)
+    share = scene.place("a").capacity
+    held = 20 + 200 / BLOCK
+    assert delays[1] == pytest.approx(10 * (held / share) ** 2 * 304 / 320, rel=0.1)
+    assert delays[2] == pytest.approx(10 * held / share * min(2 * held / share, 1) * 2 * 304 / 320, rel=0.1)
+    finished(scene.place("b").applying_batch(Batch(1.0, [Removed(0, Tier.HOST, KEYS)])))
+    assert delay_s() < 0.1 * delays[2]
 
 
 @pytest.mark.parametrize(("cached", "cause"), [(0, "equal"), (304, "equal"), (160, "loaded"), (320, "loaded")])

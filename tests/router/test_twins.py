@@ -13,7 +13,7 @@ from kvplane.base.step import NO_EXTRA_KEYS, ExtraKeys
 from kvplane_fleet.fleet import Prompt
 from kvplane_fleet.hits import Claim
 from kvplane_fleet.wire.events import Tier
-from tests.router import test_adapters, test_decisions, test_index, test_keys, test_order, test_places
+from tests.router import test_adapters, test_decisions, test_index, test_keys, test_order, test_places, test_tiers
 from tests.router.fleets import DOMAIN, GROUPS, Scene, keys_in, tokens
 from tests.router.test_hits import claims_of_table
 from tests.twins import Patch, Real
@@ -69,6 +69,12 @@ def adapters():
     for tagged in (True, False):
         test_adapters.test_hits_never_cross_between_base_model_and_adapters(tagged)
         test_adapters.test_salts_are_found_in_the_form_of_the_engine(tagged)
+
+
+def unreadable():
+    """Peers that cannot be read claim nothing."""
+    for why in ("namespace", "reads none", "gone", "withdrawn", "invisible"):
+        test_tiers.test_only_peers_that_can_be_read_count(why)
 
 
 @dataclass(frozen=True)
@@ -162,6 +168,21 @@ TWINS = {
         "fleet.domains:DomainProof._prove_extra",
         test_adapters.test_an_adapter_that_was_loaded_from_elsewhere_claims_nothing_until_it_is_back,
         lambda _: lambda *given: True,
+    ),
+    "what peers have is ignored": twin(
+        "fleet.places:Place.asked",
+        test_tiers.test_peers_extend_a_hit_by_group_and_the_one_that_has_most_is_named,
+        lambda real: lambda self, expects=False, tiers=(), _=(): real(self, expects, tiers),
+    ),
+    "a peer that is gone is read": twin(
+        "fleet.fleet:Followed.is_readable",
+        unreadable,
+        lambda _: property(lambda self: True),  # type: ignore[arg-type, return-value]
+    ),
+    "blocks of a peer load cost nothing": twin(
+        "fleet.work:Work.crowding_s",
+        test_tiers.test_blocks_of_a_peer_load_delay_the_prompts_of_a_full_place,
+        lambda _: lambda *given: 0.0,
     ),
     "expectations stay": twin("fleet.expected:Expected.forget", expectations, lambda _: lambda self, name: None),
 }

@@ -29,7 +29,9 @@ WARM, BEYOND = 20, (40, 60, 80)  # requests per second: before the first stage t
 SWEEP = (WARM, *BEYOND)
 PARTS = 4  # of the fleet, of which every table but the first one runs one
 TRACES = {"conversation": (16,), "Weka": (2,)}  # and the rates on half of the fleet
-TRACE_ENGINES, TRACE_LIMIT, TRACE_COLUMNS = 8, 250, ("both", "exact scores", "priced", "+ passing")
+TRACE_ENGINES, TRACE_LIMIT, TRACE_COLUMNS = 8, 250, (
+    "both", "exact scores", "priced", "+ passing", "with peers", "priced peers"
+)  # fmt: skip
 PUBLISHED_POLICY = "both"
 LARGE_POOL = "priced", (("pool_bytes", 8.0),)  # a column without the limit of memory
 
