@@ -199,7 +199,12 @@ $(RUNTIME): $(PACKAGES) $(NATIVE)
 	@scripts/setup.sh service,cli,worker,dev
 	@touch $@
 
-# A changed C++ file compiles its library, and installs nothing.
-$(DEV): .venv/kvplane-dev-packages $(NATIVE)
+LIBRARIES := $(addsuffix /_native.abi3.so,clients/python/kvplane/base/hashing service/kvplane_core/cpp service/kvplane_fleet/native)
+
+# A changed C++ file, or a library that is gone, compiles the library, and installs nothing.
+$(LIBRARIES) &: | .venv/kvplane-dev-packages
+	@$(PYTHON) clients/python/native_build.py
+
+$(DEV): .venv/kvplane-dev-packages $(NATIVE) | $(LIBRARIES)
 	@$(PYTHON) clients/python/native_build.py
 	@touch $(RUNTIME) $@

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 
 import pytest
 
@@ -90,3 +91,9 @@ def test_a_cache_of_python_is_no_source(tree):
     (tree / "sources" / "__pycache__").mkdir()
     (tree / "sources" / "__pycache__" / "one.pyc").write_text("compiled")
     assert targets.unchanged() == ["one"]
+
+
+def test_a_library_that_is_gone_is_compiled_again():
+    plan = ["make", "-n", "-o", ".venv/kvplane-dev-packages", ".venv/kvplane-dev", "LIBRARIES=build/missing.abi3.so"]
+    done = subprocess.run(plan, cwd=targets.ROOT, capture_output=True, text=True, check=True)
+    assert "native_build.py" in done.stdout
