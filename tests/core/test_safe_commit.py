@@ -32,6 +32,7 @@ from tests.core.builders import (
     SAFE,
     Engine,
     admit_row,
+    digests,
     full,
     removed,
     run_rows,
@@ -108,6 +109,19 @@ def test_published_through_is_the_last_executed_step():
     engine.idle()
     engine.idle()
     assert engine.replica.apply(Step(0, 3, [Part()], executed_through=1)).published_through == 1
+
+
+@pytest.mark.parametrize(("rule", "shown"), [(REFERENCE, b"\1\1"), (SAFE, b"\0\0")])
+def test_columns_show_what_a_look_up_finds_and_nothing_tentative(rule, shown):
+    engine = Engine(full(), window(6), num_blocks=20, commit=rule)
+    engine.executed = 0
+    engine.admit(0, PROMPT[:8] + "z")
+    found = engine.replica.cached_columns(digests(engine.spec, PROMPT[:8]), "")
+    assert (found, bool(engine.outside(PROMPT[:8] + "z"))) == ([shown, shown], rule is REFERENCE)
+    engine.executed = engine.seq
+    engine.idle()
+    assert engine.replica.cached_columns(digests(engine.spec, PROMPT[:8]), "") == [b"\1\1", b"\1\1"]
+    assert engine.replica.cached_columns(digests(engine.spec, PROMPT[:8]), "other") == [b"\0\0", b"\0\0"]
 
 
 # -- preempted in the step that granted it -----------------------------------------------------------------------------
