@@ -28,6 +28,7 @@ from kvplane.base.step import CacheEvent, PartResult, Step, StepResult
 from kvplane.base.when_read import given_fields
 from kvplane_core.face import loader
 from kvplane_core.face.cache_events import CacheEvents
+from kvplane_core.face.common import CommonCore
 from kvplane_core.face.entries import Entries
 from kvplane_core.face.recovery import RecoveredState, RecoveryOutcome
 from kvplane_core.face.state import MAGIC, export_state, read_entries
@@ -238,13 +239,7 @@ class ComparedCores(_Base):
 
     # -- engine lives
 
-    def begin_epoch(
-        self, epoch: int, stamp_table: Sequence[int] = (), busy: Iterable[int] = (), memory_is_new: bool = False
-    ) -> int:
-        """Begin a new engine life on both cores."""
-        for _ in self.end_epoch(stamp_table):
-            pass
-        return self.enter_epoch(epoch, stamp_table, busy, memory_is_new)
+    begin_epoch = CommonCore.begin_epoch
 
     def end_epoch(self, stamp_table: Sequence[int] = ()) -> Generator[None]:
         """Do the long part of `begin_epoch` on both cores."""
