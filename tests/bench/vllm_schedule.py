@@ -8,8 +8,9 @@ with a service that decides ("remote"), whose program is sent while the step bef
 (`tests/vllm/schedule_times.py`), with a fake model. The times are CPU times of the engine's thread in schedule(); in
 mode mirror they include submitting the step. `others` is the CPU time per step of the mirror's own thread; `waited` is
 how long schedule() waited for the service that decides. With --tiers: stock and kvplane in process, without and with
-the tiers of kvplane's connector, which copy each block that fills and load nothing; ratios are to the same without, and
-"none" is the ratio with a connector that does nothing: what vLLM takes for having one.
+the tiers of kvplane's connector, which copy each block that fills and load nothing; ratios are to the same without,
+"none" is the ratio with a connector that does nothing: what vLLM takes for having one, and "both" that of the means of
+schedule() and update_from_output() together: there the connector finds what a step fills.
 Only the ratios can be compared between machines.
 """
 
@@ -51,15 +52,24 @@ def measure(num_requests: int, num_groups: int, load: str, address: str) -> str:
 
 
 def measure_tiers(num_requests: int, num_groups: int, load: str) -> str:
-    """A line with the median times without and with tiers in microseconds, and the ratios of medians and of means."""
+    """A line with the median times without and with tiers in microseconds, and the ratios of medians and of means, of
+    them and of both.
+    """
     times = times_of(num_requests, num_groups, load, ",".join((*TIERS.values(), *TIERS, *NULL.values())))
     columns = ""
     for tiers, without in TIERS.items():
-        pair = [times[name]["schedule"] for name in (without, tiers)]
-        median, more = (statistics.median(one) / 1000 for one in pair)
-        ratio = statistics.mean(pair[1]) / statistics.mean(pair[0])
-        none = statistics.median(times[NULL[tiers]]["schedule"]) / 1000 / median
-        columns += f" {median:>9.0f} {more:>9.0f} {more / median:>6.2f} {ratio:>6.2f} {none:>6.2f}"
+        median, more, nothing = (
+            statistics.median(times[name]["schedule"]) / 1000 for name in (without, tiers, NULL[tiers])
+        )
+        means = [statistics.mean(times[name]["schedule"]) for name in (without, tiers)]
+        updates = [statistics.mean(times[name]["update"]) for name in (without, tiers)]
+        ratios = (
+            more / median,
+            means[1] / means[0],
+            nothing / median,
+            (means[1] + updates[1]) / (means[0] + updates[0]),
+        )
+        columns += f" {median:>9.0f} {more:>9.0f}" + "".join(f" {one:>6.2f}" for one in ratios)
     return f"{num_requests:>4} {num_groups:>6} {load:>5}{columns}"
 
 
@@ -68,7 +78,7 @@ def main(sizes: list[int], has_tiers: bool) -> None:
     names = "".join(f" {name:>9}  ratio" for name in MODES)
     head = f" stock us{names}  others  waited"
     if has_tiers:
-        head = "".join(f" {without:>9} {'tiers':>9}  ratio  means   none" for without in TIERS.values())
+        head = "".join(f" {without:>9} {'tiers':>9}  ratio  means   none   both" for without in TIERS.values())
     print(f"   N groups  load {head}")
     with Service() as service:
         for size in sizes:

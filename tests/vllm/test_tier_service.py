@@ -106,7 +106,8 @@ class Followed(World):
         one = Request(
             request_id=name, tokens=list(prompt), num_prompt_tokens=len(prompt), most=len(prompt) + 1, **flags
         )
-        vars(one).update(state="waiting", computed=0, tables=([], []), is_new=True, fresh=[])
+        vars(one).update(state="waiting", computed=0, num_computed_tokens=0)
+        vars(one).update(tables=([], []), is_new=True, fresh=[])
         self.planner.new_request(one)
         self.requests[name] = one
         self.idle()

@@ -124,6 +124,27 @@ def test_a_state_that_is_kept_with_another_length_is_found(monkeypatch):
     assert played(5, options(600), 0, StateWorld).wrong > 0
 
 
+@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("kind", [World, StateWorld])
+def test_pages_are_right_where_blocks_are_zeroed_before_the_connector_is_called(kind, lag, monkeypatch):
+    """Plays schedules until some save was voided: how often that happens depends on the machine."""
+    slowed(monkeypatch)
+    for seed in range(MOST_SEEDS):
+        world = played(seed, options(600), lag, kind, is_v2=True)
+        counts, replica = world.planner.counts, world.planner.host.replica
+        assert (world.wrong, counts.mismatched, replica.block_counts.held) == (0, 0, 0)
+        assert min(world.checked, counts.loaded_tokens) > 100
+        if counts.unsaved:
+            break
+    assert counts.unsaved > 0
+
+
+def test_a_save_of_blocks_that_are_zeroed_before_is_found(monkeypatch):
+    """The planted fault: it is not voided."""
+    monkeypatch.setattr(Planner, "_void", lambda _: None)
+    assert played(7, options(600), worlds=10, is_v2=True).wrong > 0
+
+
 def test_without_the_fence_pages_are_wrong(monkeypatch):
     slowed(monkeypatch)
     monkeypatch.setattr(Copier, "fence", lambda self, blocks: None)

@@ -74,21 +74,30 @@ def engine_spec(max_model_len: int, max_in_flight_tokens: int, window: int = WIN
 
 
 class World:
-    """The engine, its scheduler ahead of its worker by at most `lag` steps."""
+    """The engine, its scheduler ahead of its worker by at most `lag` steps. `is_v2`: it zeroes new blocks before it
+    calls the connector, as vLLM's V2 runner.
+    """
 
     def __init__(
-        self, seed: int, settings: Settings, lag: int, window: int = WINDOW, service: Service | None = None
+        self,
+        seed: int,
+        settings: Settings,
+        lag: int,
+        window: int = WINDOW,
+        service: Service | None = None,
+        is_v2: bool = False,
     ) -> None:
+        self.is_v2 = is_v2
         self.rng, self.lag, self.window = random.Random(seed), lag, window
         self.memory = torch.zeros((NUM_BLOCKS, PAGE), dtype=torch.uint8)
         views = dict.fromkeys(GROUPS, self.memory)
         config: Any = SimpleNamespace(
-            use_v2_model_runner=False, parallel_config=SimpleNamespace(data_parallel_index=0, world_size=1)
+            use_v2_model_runner=is_v2, parallel_config=SimpleNamespace(data_parallel_index=0, world_size=1)
         )
         self.rank = TierRank(config, cache(), settings, views)
         num_blocks, tiers = tiers_of(cache(), settings)
         spec = host_spec(self.engine(BUDGET * (lag + 1)), num_blocks, tiers, events=service is not None)
-        self.planner = Planner(HostAllocator(spec, [self.rank.ready], service=service), 5.0)
+        self.planner = Planner(HostAllocator(spec, [self.rank.ready], service=service), 5.0, is_v2=is_v2)
         self.prompts = [[self.rng.randrange(9) for _ in range(72)] for _ in range(4)]
         self.free = list(range(1, NUM_BLOCKS))
         self.requests: dict[str, Request] = {}
@@ -114,6 +123,7 @@ class World:
             most=len(prompt) + self.rng.randrange(1, 12),
             state=WAITING,
             computed=0,
+            num_computed_tokens=0,
             tables=([], []),
             is_new=True,
             fresh=[],
@@ -147,11 +157,12 @@ class World:
     def drop(self, one: Request) -> None:
         """Free all blocks of a request."""
         self.release([block for block in chain(*one.tables) if block])
-        one.tables, one.computed, one.fresh = ([], []), 0, []
+        one.tables, one.computed, one.num_computed_tokens, one.fresh = ([], []), 0, 0, []
 
     def schedule(self) -> None:
         """Plan a step, which runs later."""
-        new, cached, tokens, tables = [], SimpleNamespace(req_ids=[], num_computed_tokens=[], new_block_ids=[]), {}, {}
+        cached = SimpleNamespace(resumed_req_ids=set(), new_block_ids=[])
+        new, tokens, tables = [], dict[str, int](), dict[str, Any]()
         work, budget = [], BUDGET
         for one in [*self.of(RUNNING), *self.of(WAITING)]:
             was_waiting = one.state == WAITING
@@ -172,10 +183,9 @@ class World:
             row = [list(table) for table in one.tables]
             tokens[one.request_id], tables[one.request_id] = count, row
             if one.is_new:
-                new.append(SimpleNamespace(req_id=one.request_id, num_computed_tokens=one.computed, block_ids=row))
+                new.append(SimpleNamespace(req_id=one.request_id, block_ids=row))
             else:
-                cached.req_ids.append(one.request_id)
-                cached.num_computed_tokens.append(one.computed)
+                cached.resumed_req_ids |= {one.request_id} if was_waiting else set()
                 cached.new_block_ids.append([one.fresh] if not was_waiting else row)
             work.append((list(one.tokens), row, one.computed, one.computed + count, list(one.fresh)))
             one.is_new, one.fresh, one.computed = False, [], one.computed + count
@@ -185,13 +195,16 @@ class World:
             scheduled_new_reqs=new,
             scheduled_cached_reqs=cached,
             num_scheduled_tokens=tokens,
-            new_block_ids_to_zero=None,
+            total_num_scheduled_tokens=sum(tokens.values()),
+            new_block_ids_to_zero=[block for row in work for block in row[-1]] if self.is_v2 else None,
             kv_cache_block_copies=None,
             kv_connector_block_state=SimpleNamespace(
                 get_block_ids=tables.__getitem__, boundary_state_offloads=self.offers(tokens)
             ),
         )
         self.flight.append((self.planner.orders(output), work, list(tokens)))
+        for one in [self.requests[name] for name in tokens]:
+            one.num_computed_tokens = one.computed
 
     def chunk(self, one: Request, count: int) -> int:
         """Return how many of these tokens a step computes."""
@@ -251,9 +264,13 @@ class World:
     def execute(self) -> None:
         """Run the oldest step, and take its output."""
         orders, work, names = self.flight.popleft()
-        self.rank.begin(orders)
-        for tokens, tables, first, end, fresh in work:
+        if not self.is_v2:
+            self.rank.begin(orders)
+        for *_, fresh in work:
             self.memory[fresh] = 0xFF
+        if self.is_v2:
+            self.rank.begin(orders)
+        for tokens, tables, first, end, _ in work:
             self.check(tokens, tables, first)
             for group, table in enumerate(tables):
                 for at in range(first // BLOCK, -(-end // BLOCK)):

@@ -37,7 +37,7 @@ from kvplane_vllm.spec import Limits, replica_spec
 from kvplane_vllm.tiers.host import HostAllocator, host_spec
 from kvplane_vllm.tiers.kept import KeyFile
 from kvplane_vllm.tiers.layout import Views
-from kvplane_vllm.tiers.messages import Progress, Ready, StepOrders
+from kvplane_vllm.tiers.messages import NO_ORDERS, Progress, Ready, StepOrders
 from kvplane_vllm.tiers.planner import Planner
 from kvplane_vllm.tiers.rank import TierRank
 from kvplane_vllm.tiers.settings import check_groups, settings_of, tiers_of
@@ -95,7 +95,7 @@ class KvplaneConnector(KVConnectorBase_V1, SupportsHMA):
         self._spec: ReplicaSpec | None = None
         self.planner: Planner | None = None
         self.rank: TierRank | None = None
-        self._orders = StepOrders()
+        self._orders = NO_ORDERS
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -129,7 +129,7 @@ class KvplaneConnector(KVConnectorBase_V1, SupportsHMA):
             service = Service(target)
         spec = host_spec(self._spec, num_blocks, tiers if has_disk else (), events=service is not None)
         host = HostAllocator(spec, ranks, self._keys(spec, ranks) if has_disk else None, service)
-        self.planner = Planner(host, self.settings.load_timeout_s)
+        self.planner = Planner(host, self.settings.load_timeout_s, is_v2=self._config.use_v2_model_runner)
         slots = sum(one.num_blocks for one in spec.tiers)
         _log.info("kvplane's tiers: %d blocks in host memory, %d on disk, %d keys kept", num_blocks, slots, host.kept)
 
@@ -164,10 +164,10 @@ class KvplaneConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """See the base class."""
-        return StepMetadata(self.planner.orders(scheduler_output) if self.planner is not None else StepOrders())
+        return StepMetadata(self.planner.orders(scheduler_output) if self.planner is not None else NO_ORDERS)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """See the base class."""
+        """See the base class. What the last step fills is found here, not in schedule()."""
         found = connector_output.kv_connector_worker_meta
         progress = found.progress if isinstance(found, WorkerMetadata) else None
         if self.planner is not None:
@@ -212,14 +212,14 @@ class KvplaneConnector(KVConnectorBase_V1, SupportsHMA):
         return RankMetadata(self.rank.ready if self.rank is not None else None)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Begin a step, before anything of it overwrites a page."""
+        """Begin a step, before it computes anything: its saves begin."""
         assert isinstance(kv_connector_metadata, StepMetadata)
         self._orders = kv_connector_metadata.orders
         if self.rank is not None:
             self.rank.begin(self._orders)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Loads begin behind the computation, with the saves."""
+        """Loads begin behind the computation."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are asynchronous."""
@@ -228,8 +228,8 @@ class KvplaneConnector(KVConnectorBase_V1, SupportsHMA):
         """Blocks are saved whole, behind the computation."""
 
     def wait_for_save(self) -> None:
-        """End a step: its copies begin."""
-        orders, self._orders = self._orders, StepOrders()
+        """End a step: its loads begin."""
+        orders, self._orders = self._orders, NO_ORDERS
         if self.rank is not None:
             self.rank.end(orders)
 

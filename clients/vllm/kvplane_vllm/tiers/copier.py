@@ -25,7 +25,7 @@ class Task:
     """The copies of one step.
 
     Attributes:
-        seq: the step.
+        seq: the step that has ended with it; 0 = none.
         saves, loads: as in `StepOrders`.
         computed: when the device has computed the step; None on a CPU, where it has.
         reads: blocks that its saves read.
@@ -126,7 +126,7 @@ class Copier:
                 with self._lock:
                     self._tasks.popleft()
                     if not self._is_broken:
-                        self._executed = task.seq
+                        self._executed = max(self._executed, task.seq)
                     self._loaded |= good
                     self._lock.notify_all()
 

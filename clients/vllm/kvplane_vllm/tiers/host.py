@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from kvplane.base.groups import DENSE_RETENTION, CommitRule, GroupKind, Medium, ReplicaSpec, TierSpec
 from kvplane.base.job_table import VERSION, JobsEnd
 from kvplane.base.session import CacheRequest
-from kvplane.base.step import Part, PartResult, Step, StepResult
+from kvplane.base.step import Cache, Part, PartResult, Step, StepResult
 from kvplane.tier_jobs import TierJobs
-from kvplane_core.face.loader import new_in_process
+from kvplane_core.face.loader import new_in_process, open_step
+from kvplane_core.face.part_rows import Update
 from kvplane_vllm.tiers.kept import KeyFile
 from kvplane_vllm.tiers.messages import PartOrders, Progress, Ready
 
@@ -112,7 +113,7 @@ class HostAllocator:
         self._orders: list[PartOrders] = []
         self._done: list[int] = []
         self._preempted: list[int] = []
-        self.service, self._applied = service, list[tuple[Part, StepResult]]()
+        self.service, self._applied = service, list[tuple[Part, PartResult]]()
         if service is not None:
             service.begin(self.replica)
 
@@ -127,9 +128,14 @@ class HostAllocator:
         return self._seq
 
     @property
+    def has_work(self) -> bool:
+        """Whether there are orders for the workers, or copies in flight."""
+        return bool(self._orders) or self.executed < self.last_copies
+
+    @property
     def is_busy(self) -> bool:
-        """Whether copies or jobs are in flight, or have ended and the allocator does not know it."""
-        return self._reported < self.last_copies or self._has_ends or self._jobs.num_moving > 0
+        """Whether copies or jobs are in flight, or have ended and the allocator does not know it; or orders wait."""
+        return bool(self._orders) or self._reported < self.last_copies or self._has_ends or self._jobs.num_moving > 0
 
     def report(self, progress: Progress) -> None:
         """Take what the ranks have reported."""
@@ -150,22 +156,54 @@ class HostAllocator:
             self.apply(Part())
 
     def apply(self, part: Part, last: bool = False) -> PartResult:
-        """Apply a part of the step; its first one reports what has ended."""
+        """Apply a part of the step; its first one reports what has ended, its `last` one ends the step."""
         if not self._part:
-            self._seq += 1
-            self._has_ends, self._reported = False, self.executed
-            if self._has_jobs:
-                self._jobs.report(part.cache, self.executed, self._seq)
-            self._done += part.cache.jobs_done
+            self._begin(part.cache)
         step = Step(self.epoch, self._seq, [part], part=self._part, last=last, executed_through=self._reported)
         applied = self.replica.apply(step)
         result: PartResult = applied.parts[0]
-        if self.service is not None:
-            self._applied.append((part, applied))
+        self._applied.append((part, result))
+        self._note(result, part.cache)
+        if last:
+            parts, results = (list(column) for column in zip(*self._applied, strict=True))
+            self._applied.clear()
+            self._end(Step(self.epoch, self._seq, parts, executed_through=self._reported), results, applied)
+        return result
+
+    def grow(self, rows: Sequence[tuple[Update, int]]) -> list[bool]:
+        """Apply a step of its own: what running requests have gained, and how many tokens each is granted. Returns
+        which of them had room. As `apply`, with a fraction of its work.
+        """
+        assert not self._part, "the step is open"
+        cache = Cache()
+        self._begin(cache)
+        step = open_step(self.replica, self._reported, records=self.service is not None)
+        if cache.jobs_done or cache.jobs_failed or cache.jobs_before or cache.loads_over:
+            step.change_cache(cache)
+        for update, _ in rows:
+            step.update(update)
+        done = [step.extend(update.slot, num_new) is not None for update, num_new in rows]  # all of them in one part
+        applied = step.close()
+        for result in applied.parts:
+            self._note(result, cache)
+            cache = Cache()  # only the first part has it
+        self._end(step.recorded() if self.service is not None else None, applied.parts, applied)
+        return done
+
+    def _begin(self, cache: Cache) -> None:
+        """Begin the next step, and add to its first section what has ended."""
+        self._seq += 1
+        self._has_ends, self._reported = False, self.executed
+        if self._has_jobs:
+            self._jobs.report(cache, self.executed, self._seq)
+        self._done += cache.jobs_done
+
+    def _note(self, result: PartResult, cache: Cache) -> None:
+        """Take the result of a part that has this section."""
         self._preempted += result.preempted
         if self._keys is not None:
-            self._record(result, part.cache.jobs_done)
-            for job in part.cache.jobs_failed:
+            self._record(result, cache.jobs_done)
+            for job in cache.jobs_failed:
                 self._saving.pop(job, None)
         orders, jobs = result.orders, b""
         if self._has_jobs:
@@ -173,9 +211,14 @@ class HostAllocator:
             jobs = self._ranks[0].ordered
             for rank in self._ranks:
                 rank.ordered = b""
-        self._orders.append(PartOrders(self._part, list(orders.stamp_block), list(orders.stamp), jobs))
+        self._orders.append(PartOrders(self._seq, self._part, list(orders.stamp_block), list(orders.stamp), jobs))
         self._part += 1
-        return result
+
+    def _end(self, step: Step | None, results: list[PartResult], applied: StepResult) -> None:
+        """End the step. `step`: for the service that follows."""
+        self._part = 0
+        if self.service is not None and step is not None:
+            self.service.send(step, StepResult(self._seq, 0, results, applied.published_through))
 
     def next_request(self) -> CacheRequest | None:
         """Return what a caller of the service asks for, to be carried out in the first part of the next step."""
@@ -211,19 +254,10 @@ class HostAllocator:
         self._done, self._preempted = [], []
         return ended
 
-    def close(self, has_copies: bool) -> list[PartOrders]:
-        """End the step; returns the orders of its parts, in order."""
-        self.apply(Part(), last=True)
-        if self.service is not None:
-            applied, self._applied = self._applied, []
-            parts, results = [part for part, _ in applied], [one.parts[0] for _, one in applied]
-            step = Step(self.epoch, self._seq, parts, executed_through=self._reported)
-            published = applied[-1][1].published_through
-            self.service.send(step, StepResult(self._seq, 0, results, published))
-        if has_copies:
-            self.last_copies = self._seq
-        self._part, orders = 0, self._orders
-        self._orders = []
+    def take_orders(self) -> list[PartOrders]:
+        """Return the orders of all parts since the last call, in order; the last step has ended."""
+        assert not self._part, "the step is open"
+        orders, self._orders = self._orders, []
         return orders
 
     def tables(self, slot: int) -> list[list[int]]:

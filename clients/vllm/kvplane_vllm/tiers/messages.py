@@ -41,6 +41,7 @@ class PartOrders(NamedTuple):
     (`kvplane.base.job_table.record_of`).
     """
 
+    seq: int
     part: int
     blocks: Sequence[int]
     stamps: Sequence[int]
@@ -53,20 +54,26 @@ class StepOrders:
 
     Attributes:
         epoch: of the engine life.
-        seq: the step of the allocator; 0 = it has none, and there is nothing to do.
-        parts: its orders.
-        saves: copied after the step has been computed.
+        parts: the orders of steps of the allocator.
+        saves: copied while the step is computed: what earlier steps have.
         loads: by request, copied after the step has been computed; None = the load fails.
         overwritten: blocks that the step may zero, copy into, load into or compute: no save reads them any more when
             it begins.
     """
 
     epoch: int = 0
-    seq: int = 0
     parts: list[PartOrders] = field(default_factory=list)
     saves: list[Copies] = field(default_factory=list)
     loads: dict[str, list[Copies] | None] = field(default_factory=dict)
     overwritten: set[int] = field(default_factory=set)
+
+    @property
+    def seq(self) -> int:
+        """The last step of the allocator that it has orders of; 0 = none, and there is nothing to do."""
+        return self.parts[-1].seq if self.parts else 0
+
+
+NO_ORDERS = StepOrders()  # of a step with which there is nothing to do
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ A request of vLLM has a shadow there. What vLLM computes, the shadow "computes" 
                                 memory first, and vLLM asks again until it is there or the time is over
     vLLM has taken blocks       those behind its own hit are copied from the shadow, which holds them from then on;
                                 a request that waits for blocks of vLLM holds none
-    vLLM computes tokens        full blocks are copied to new blocks of the shadow, behind the computation; if there are
+    vLLM computes tokens        full blocks are copied to new blocks of the shadow, with the next step; if there are
                                 recurrent states, up to the last end of a block whose state vLLM offers
 
 So the hit that vLLM gets is the union of its own hit and the tiers, and its load reads host memory alone, which does
@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import compress
 from typing import TYPE_CHECKING
 
 from kvplane.base.errors import KvplaneError
@@ -32,14 +32,16 @@ from kvplane.base.retain import Retain
 from kvplane.base.sections import AdmitRow
 from kvplane.base.session import CacheRequest
 from kvplane.base.step import ANY_HIT, UNLIMITED, AdmitStatus, Cache, End, News, Part, PartResult, RowFlag
-from kvplane_core.face.part_rows import RunRow, Update, admit_section, facts_section, news_section, run_section
+from kvplane_core.face.part_rows import Update, admit_section, facts_section, news_section
 from kvplane_vllm.tiers import hints
+from kvplane_vllm.tiers.filled import Filled
 from kvplane_vllm.tiers.host import HostAllocator
-from kvplane_vllm.tiers.messages import Copies, Progress, StepOrders
-from kvplane_vllm.tiers.shadows import Counts, Prompt, Shadow, State, blocks_of, computed_of, overwritten_by
+from kvplane_vllm.tiers.messages import NO_ORDERS, Copies, Progress, StepOrders
+from kvplane_vllm.tiers.plans import blocks_of, copies_between, last_state, overwritten_by
+from kvplane_vllm.tiers.shadows import Counts, Prompt, Shadow, State
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
     from vllm.v1.request import Request
 
 _log = logging.getLogger("vllm.kvplane")
@@ -49,7 +51,7 @@ MOST_QUIET = 8  # steps of vLLM until the allocator knows that copies have ended
 MOST_ASKED = 64  # hints that wait; the oldest are forgotten
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Grows:
     """A shadow that gets blocks up to this number of tokens, in a row of a part."""
 
@@ -62,10 +64,9 @@ class _Grows:
 class Planner:
     """The shadows of all requests, and the orders of the next step."""
 
-    def __init__(self, host: HostAllocator, load_timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock`: seconds."""
-        self.host = host
-        self.counts = Counts()
+    def __init__(self, host: HostAllocator, load_timeout_s: float, is_v2: bool = False) -> None:
+        """`is_v2`: a step writes to blocks before the connector is called, as vLLM's V2 runner."""
+        self.host, self._is_v2, self.counts = host, is_v2, Counts()
         spec = host.replica.spec
         self._sizes = [group.block_size for group in spec.groups]
         self._hash_size, self._unit = spec.hash_block_size, spec.scheduler_block_size
@@ -73,17 +74,20 @@ class Planner:
         # No look-up finds such a hit: a row that expects it is answered with the hit there is, and changes nothing.
         self._no_hit = spec.max_model_len
         self._load = int(RowFlag.LOAD) if spec.tiers else 0
-        self._timeout_s, self._clock = load_timeout_s, clock
+        self._timeout_s, self._clock = load_timeout_s, time.monotonic
         self._shadows: dict[str, Shadow] = {}
         self._by_slot: dict[int, Shadow] = {}
         self._news: list[News] = []
         self._free_slots: list[int] = []
         self._num_slots = self._num_prompts = 0
+        self._scheduled: tuple[SchedulerOutput, KVConnectorBlockState | None] | None = None  # saved by none yet
+        self._filled = Filled(self._unit)
+        self._saves: list[Copies] = []  # of the next orders
+        self._saving = range(0)  # the steps of the allocator whose blocks they write
         self._loads: dict[str, list[Copies] | None] = {}
         self._num_quiet = 0  # steps of vLLM since the last one of the allocator
-        self._lost: set[int] = set()  # slots of shadows that lost what they got in this step
         self._is_broken = False
-        self._asked: deque[CacheRequest] = deque()  # by hints of vLLM
+        self._asked: deque[CacheRequest] = deque(maxlen=MOST_ASKED)  # by hints of vLLM
         self._prompts: list[Shadow] = []  # that the disk is read for, without a request
         self._retained_until_ns = 0  # the earliest end of what is retained; 0 = nothing is
         self._busy_since: tuple[tuple[int, int], float] | None = None  # how far copies and jobs were, and since when
@@ -92,7 +96,7 @@ class Planner:
 
     def matched(self, request: Request, num_computed: int) -> int | None:
         """Return how many tokens behind the computed ones are loaded; None: vLLM asks again with the next step."""
-        self._carry_out()
+        self._follow()
         shadow = None if request.skip_reading_prefix_cache else self._shadow_of(request)
         if shadow is None:
             return 0
@@ -167,38 +171,63 @@ class Planner:
     # -- what is computed --------------------------------------------------------------------------------------------
 
     def orders(self, output: SchedulerOutput) -> StepOrders:
-        """Return what the workers do with this step."""
-        self._carry_out()
-        before = self.host.seq if self.host.executed < self.host.last_copies else 0
-        saves = [] if self._is_broken else self._saves(output)
-        loads, self._loads = self._loads, {}
-        orders = StepOrders(self.host.epoch, saves=saves, loads=loads)
+        """Return what the workers do with this step. What it computes is saved with the next one."""
+        self._follow()
+        self._scheduled = output, output.kv_connector_block_state  # which vLLM takes out of the output behind this call
+        if not (self._saves or self._loads or self.host.has_work):
+            return NO_ORDERS
+        overwritten = overwritten_by(output, self._loads)
+        if self._is_v2 and any(not overwritten.isdisjoint(one.device) for one in self._saves):
+            self._void()
+        if self.host.is_open:
+            self._close()
+        saves, loads, self._saves, self._loads = self._saves, self._loads, [], {}
+        if saves or loads:
+            self.host.last_copies = self.host.seq
+        return StepOrders(self.host.epoch, self.host.take_orders(), saves, loads, overwritten)
+
+    def _follow(self) -> None:
+        """Let shadows hold what the step computes that vLLM has scheduled last, if they do not yet. Whatever comes
+        next may free its blocks. End the step of the allocator.
+        """
+        if self._scheduled is None:
+            return
+        (output, state), self._scheduled = self._scheduled, None
+        if not self._is_broken:
+            self._save(output, state)
         self._num_quiet += 1
         is_due = self._num_quiet >= MOST_QUIET or not output.num_scheduled_tokens
-        if self.host.is_open or saves or loads or (is_due and self.host.has_ended):
-            orders.parts = self.host.close(has_copies=bool(saves or loads))
-            orders.seq = self.host.seq
-            self._num_quiet = 0
-            self._take_ends()
-        if before:
-            orders.overwritten = overwritten_by(output, loads)
-        return orders
+        if self.host.is_open or (is_due and self.host.has_ended):
+            self._close()
 
-    def _saves(self, output: SchedulerOutput) -> list[Copies]:
-        """Let shadows hold what their requests compute in this step; returns what is copied for that."""
-        facts, runs, grows, new = list[Update](), list[RunRow](), list[_Grows](), list[tuple[int, _Grows]]()
-        shadows, unit, scheduled = self._shadows, self._unit, output.num_scheduled_tokens
+    def _close(self) -> None:
+        """End the step of the allocator, or let one of its own report what has ended."""
+        self._num_quiet = 0
+        if self.host.is_open or self._news:
+            self._apply(last=True)
+        else:
+            self.host.grow(())
+            self._take_ends()
+
+    def _void(self) -> None:
+        """Let shadows hold nothing of what the saves that wait would write: it is overwritten before, or incomplete."""
+        self.counts.unsaved += 1
+        self._saves.clear()
+        self._apply(cache=Cache(failed_steps=[*self._saving]))
+
+    def _save(self, output: SchedulerOutput, state: KVConnectorBlockState | None) -> None:
+        """Let shadows hold what their requests compute in a step, and plan the copies."""
+        rows, grows, new = list[tuple[Update, int]](), list[_Grows](), list[tuple[int, _Grows]]()
         states: Mapping[int, int] = {}
-        filled = [  # of others no block is full that was not: of most decodes
-            (shadow, computed)
-            for name, computed in computed_of(output)
-            if (shadow := shadows.get(name)) is not None and computed + scheduled[name] >= shadow.held + unit
-        ]
-        for shadow, computed in filled:
-            name = shadow.request.request_id
-            end = self._end_of(shadow, computed + scheduled[name])
+        offered = state.boundary_state_offloads if self._state_groups and state is not None else ()
+        for shadow, count in self._filled.of(output, self._shadows, offered):
+            name, computed = shadow.request.request_id, shadow.request.num_computed_tokens
+            if computed < shadow.held + self._unit:
+                continue
+            end = self._end_of(shadow, computed)
+            computed -= count
             if self._state_groups:
-                end, states = self._state_of(name, end, output)
+                end, states = self._state_of(name, end, state)
                 computed = end  # of the states before it none is copied
             if not end:
                 continue
@@ -209,78 +238,64 @@ class Planner:
                 if computed <= end:
                     new.append((computed, _Grows(shadow, 0, end, states)))
                 continue
-            shadow.state = State.RUNNING
             if end > shadow.held:
-                facts.append(self._progress(shadow))
-                runs.append(RunRow(shadow.slot, end - shadow.num_tokens))
+                rows.append((self._progress(shadow), end - shadow.held))
                 grows.append(_Grows(shadow, shadow.held, end, states))
-        done = [granted > 0 for granted in self._apply(facts, runs).granted] if runs else []
-        for one in new:
-            is_done, grown = self._begin(*one)
-            done.append(is_done)
-            grows.append(grown)
-        self._lost.clear()
-        found = [(one.shadow, self._grown(one, is_done, output)) for one, is_done in zip(grows, done, strict=True)]
-        return list(chain.from_iterable(copies for shadow, copies in found if shadow.slot not in self._lost))
+        if rows and (self._news or self.host.is_open):
+            self._close()
+        last, done = self.host.seq - self.host.is_open, list[bool]()
+        if rows:
+            done, self._num_quiet = self.host.grow(rows), 0
+            self._take_ends()
+        done += [self._begin(*one) for one in new]
+        grows += [one for _, one in new]
+        if self.host.is_open:
+            self._close()
+        self._saving = range(last + 1, self.host.seq + 1)
+        self._saves = self._saves_of(grows, done, state)
 
-    def _begin(self, computed: int, one: _Grows) -> tuple[bool, _Grows]:
-        """Let a shadow that holds nothing hold what its request has, and what it computes."""
-        slot, hit = one.shadow.slot, self._hit_of(one.shadow, limit=computed)
-        row = AdmitRow(
-            slot, external=computed - hit, cap=one.end - computed, min_new=0, expected_hit=hit, hit_limit=computed
-        )
-        status = self._apply(admits=[row]).admit_status[0]
-        return status == AdmitStatus.GRANTED, replace(one, first=hit)
+    def _saves_of(
+        self, grows: Sequence[_Grows], done: Sequence[bool], state: KVConnectorBlockState | None
+    ) -> list[Copies]:
+        """Return the copies to new blocks of shadows; none if vLLM has lost a block. Shadows without room end."""
+        found = list[Copies]()
+        for one, is_done in zip(grows, done, strict=True):
+            if is_done:
+                one.shadow.state, one.shadow.held = State.RUNNING, one.end
+            else:
+                self.counts.refused += 1
+                self._end(one.shadow, End.PREEMPTED)
+        for one in compress(grows, done):
+            theirs = blocks_of(state, one.shadow.request.request_id)
+            if one.states:
+                behind = {group: [0] * (one.end // self._sizes[group] - 1) + [at] for group, at in one.states.items()}
+                theirs = [behind.get(group, row) for group, row in enumerate(theirs)]
+            copies = self._copies(one.shadow, theirs, one.first, one.end)
+            if copies is None:
+                self._void()
+                return []
+            found += copies
+        return found
 
-    def _state_of(self, name: str, end: int, output: SchedulerOutput) -> tuple[int, Mapping[int, int]]:
+    def _begin(self, computed: int, one: _Grows) -> bool:
+        """Let a shadow that holds nothing hold what its request has, and what it computes, if there is room."""
+        one.first = hit = self._hit_of(one.shadow, limit=computed)
+        external, cap = computed - hit, one.end - computed
+        row = AdmitRow(one.shadow.slot, external=external, cap=cap, min_new=0, expected_hit=hit, hit_limit=computed)
+        return self._apply(admits=[row]).admit_status[0] == AdmitStatus.GRANTED
+
+    def _state_of(self, name: str, end: int, state: KVConnectorBlockState | None) -> tuple[int, Mapping[int, int]]:
         """Return up to where the states of a request are kept that vLLM offers with this step, and their blocks by
         group; 0 if there are none.
         """
-        found: dict[int, dict[int, int]] = {0: {}}
-        assert output.kv_connector_block_state is not None, "vLLM gives it where there is a connector"
-        for group, block, at in output.kv_connector_block_state.boundary_state_offloads.get(name, ()):
-            if at <= end and not at % self._unit:
-                found.setdefault(at, {})[group] = block
-        last = max(at for at, blocks in found.items() if not at or len(blocks) == len(self._state_groups))
-        return last, found[last]
+        assert state is not None, "vLLM gives it where there is a connector"
+        offered = [one for one in state.boundary_state_offloads.get(name, ()) if one[2] <= end]
+        return last_state(offered, len(self._state_groups), self._unit)
 
     def _end_of(self, shadow: Shadow, end: int) -> int:
         """Return up to where a shadow follows: whole units of tokens whose hashes are known."""
         end = min(end, len(shadow.request.block_hashes) * self._hash_size, shadow.request.num_tokens)
         return end - end % self._unit
-
-    def _grown(self, one: _Grows, is_done: bool, output: SchedulerOutput) -> list[Copies]:
-        """Return what is copied to the new blocks of a shadow. It ends without room, or if vLLM has lost a block."""
-        shadow, state = one.shadow, output.kv_connector_block_state
-        if shadow.slot in self._lost:
-            return []
-        if not is_done:
-            self.counts.refused += 1
-            self._end(shadow, End.PREEMPTED)
-            return []
-        shadow.state, shadow.held = State.RUNNING, one.end
-        theirs = [*blocks_of(state, shadow.request.request_id)]
-        for group, block in one.states.items():
-            theirs[group] = [0] * (one.end // self._sizes[group] - 1) + [block]
-        copies = self._copies(shadow, theirs, one.first, one.end)
-        if copies is None:
-            self.counts.unsaved += 1
-            self._lose(shadow, one.first)
-        return copies or []
-
-    def _lose(self, shadow: Shadow, first: int) -> None:
-        """Forget the new blocks of a shadow, which will not be written, with all shadows that hold one of them."""
-        fresh = {
-            block
-            for row, size in zip(self.host.tables(shadow.slot), self._sizes, strict=True)
-            for block in row[first // size :]
-        } - {0}
-        others = [one for one in self._shadows.values() if one.state is not State.FETCHING]
-        holders = [one for one in others if not fresh.isdisjoint(chain(*self.host.tables(one.slot)))]
-        self._lost.update(one.slot for one in holders)
-        self._apply([Update(one.slot, end=End.PREEMPTED) for one in holders], cache=Cache(evicted=sorted(fresh)))
-        for one in holders:
-            one.state, one.held = State.IDLE, 0
 
     def _copies(
         self, shadow: Shadow, tables: Sequence[Sequence[int]], first: int, end: int, to_device: bool = False
@@ -288,23 +303,13 @@ class Planner:
         """Return the pairs of full blocks between these tokens, by group; None if what is written has a block that what
         is read lacks.
         """
-        found, ours = list[Copies](), self.host.tables(shadow.slot)
-        for group, size in enumerate(self._sizes):
-            at = slice(first // size, end // size)
-            device, host = tables[group][at], ours[group][at]
-            read, written = (host, device) if to_device else (device, host)
-            wanted = [place for place, block in enumerate(written) if block]
-            if len(read) != len(written) or not all(read[place] for place in wanted):
-                return None
-            if wanted:
-                found.append(Copies(group, [device[place] for place in wanted], [host[place] for place in wanted]))
-        return found
+        return copies_between(tables, self.host.tables(shadow.slot), (first, end), self._sizes, to_device)
 
     # -- what has ended ----------------------------------------------------------------------------------------------
 
     def finish(self, request: Request) -> None:
         """A request has ended: its shadow too, when its load has."""
-        self._carry_out()
+        self._follow()
         self._take_hints(lambda: hints.retained(request, self._hash_size))
         shadow = self._shadows.get(request.request_id)
         if shadow is not None and shadow.state is State.LOADING:
@@ -328,11 +333,14 @@ class Planner:
                 shadow.state = State.RUNNING if shadow.held else State.IDLE
                 if shadow.is_over:
                     self._end(shadow, End.FREE)
+        self._follow()
+        self._carry_out()
 
     def reset(self) -> bool:
         """Forget all that is stored; returns False while a request loads or waits for a load, while a copy of a request
         that has ended runs, or if the disk cannot forget.
         """
+        self._follow()
         held = list[Shadow]()
         if not any(one.state in (State.LOADING, State.FETCHING) for one in self._shadows.values()):
             held = [one for one in self._shadows.values() if one.held]
@@ -364,8 +372,6 @@ class Planner:
             self._asked += read()
         except KvplaneError as error:
             _log.warning("%s", error)
-        while len(self._asked) > MOST_ASKED:
-            self._asked.popleft()
 
     def _carry_out(self) -> None:
         """Begin a step with what a caller of the service asks for, or a hint; and let what is retained end in time."""
@@ -458,19 +464,20 @@ class Planner:
     def _apply(
         self,
         facts: Sequence[Update] = (),
-        runs: Sequence[RunRow] = (),
         admits: Sequence[AdmitRow] = (),
         cache: Cache | None = None,
+        last: bool = False,
     ) -> PartResult:
-        """Apply one part. The shadows that it preempts, since their load failed, hold nothing any more."""
+        """Apply one part, the `last` one of its step or not. The shadows that it preempts hold nothing any more: their
+        load failed, or blocks that they hold are voided.
+        """
         news, self._news = self._news, []
         known = [one for one in facts if one.appended or one.digests or one.end]
         if news and known:
             self.host.apply(Part(news=news_section(news)))
             news = []
-        part = Part(facts_section(known), cache or Cache(), news=news_section(news))
-        part.run, part.admit = run_section(runs), admit_section(admits)
-        result = self.host.apply(part)
+        part = Part(facts_section(known), cache or Cache(), news=news_section(news), admit=admit_section(admits))
+        result = self.host.apply(part, last)
         self._take_ends()
         return result
 
@@ -484,6 +491,10 @@ class Planner:
                     self._end(shadow, End.PREEMPTED)
         for slot in preempted:
             one = self._by_slot.get(slot)
-            if one is not None and one.state is State.FETCHING:
-                one.state, one.held, one.job = State.IDLE, 0, 0
-                self.counts.failed_loads += 1
+            if one is not None:
+                self.counts.failed_loads += one.state is State.FETCHING
+                one.held = one.job = 0
+                if one.request.request_id in self._loads:  # of blocks that were voided
+                    self._loads[one.request.request_id] = None
+                else:
+                    one.state = State.IDLE

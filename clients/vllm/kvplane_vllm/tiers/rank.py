@@ -70,23 +70,24 @@ class TierRank:
         self._failed: set[str] = set()
 
     def begin(self, orders: StepOrders) -> None:
-        """Carry out the orders of a step, before vLLM zeroes, copies or computes anything of it."""
-        self.copier.fence(orders.overwritten)
+        """Carry out the orders of a step, before vLLM computes anything of it, and zeroes or copies what saves read."""
         self._poll()
         if orders.epoch > self._epoch:  # memory of another rank was used more often
             self._epoch = orders.epoch
             self._rank.claim(self._epoch)
         for part in orders.parts:
             stamps = Orders(stamp_block=list(part.blocks), stamp=list(part.stamps))
-            self._rank.carry_out(self._epoch, orders.seq, part.part, stamps)
+            self._rank.carry_out(self._epoch, part.seq, part.part, stamps)
             if part.jobs and not self._jobs.order(part.jobs):
                 _log.error("the job table of the disk is full")
+        if orders.seq:  # it has ended with its loads, if there are some
+            self.copier.submit(Task(0 if orders.loads else orders.seq, orders.saves, {}))
+        self.copier.fence(orders.overwritten)
 
     def end(self, orders: StepOrders) -> None:
-        """Copy what a step loads and saves, behind its computation."""
-        if not orders.seq:
-            return
-        self.copier.submit(Task(orders.seq, orders.saves, orders.loads))
+        """Copy what a step loads, behind its computation."""
+        if orders.loads:
+            self.copier.submit(Task(orders.seq, (), orders.loads))
         if not self._overlaps:
             self.copier.drain()
 
