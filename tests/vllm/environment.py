@@ -33,6 +33,7 @@ FURTHER = (
 )  # fmt: skip
 # The rest of what it requires is for GPUs and for stores of others, or is there.
 LMCACHE = ("lmcache==0.5.6", "sortedcontainers>=2,<3")
+NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")  # works without CUDA
 LEFT_OUT = {"torch", "torchaudio", "torchvision", "torchcodec", "setuptools"}  # named above, or for sound and pictures
 # vLLM's tests name a model of the hub, of which they read only the configuration.
 STAND_IN = "facebook/opt-125m"
@@ -71,14 +72,27 @@ def variables() -> dict[str, str]:
 
 def variables_of_lmcache(port: int) -> dict[str, str]:
     """The environment variables under which vLLM and LMCache's server at this port run, which are installed first."""
-    folder = FOLDER.with_name(LMCACHE[0].replace("==", "-"))
+    found = _with_packages(*LMCACHE)
+    return found | {"LMCACHE_PORT": str(port), "LMCACHE_TRACK_USAGE": "false", "DO_NOT_TRACK": "1"}
+
+
+def variables_of_nixl(port: int) -> dict[str, str]:
+    """The environment variables under which vLLM's NixlConnector listens at this port and reads over TCP; NIXL is
+    installed first.
+    """
+    found = _with_packages(*NIXL) | {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
+    return found | {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
+
+
+def _with_packages(*packages: str) -> dict[str, str]:
+    """The environment variables under which vLLM also sees these packages, in a folder with the name of the first."""
+    folder = FOLDER.with_name(packages[0].replace("==", "-"))
     if not (folder / "ready").exists():
         shutil.rmtree(folder, ignore_errors=True)
-        _run(str(PYTHON), "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), *LMCACHE)
+        _run(str(PYTHON), "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), *packages)
         (folder / "ready").touch()
     found = variables()
-    path = f"{found['PYTHONPATH']}:{folder}"
-    return found | {"PYTHONPATH": path, "LMCACHE_PORT": str(port), "LMCACHE_TRACK_USAGE": "false", "DO_NOT_TRACK": "1"}
+    return found | {"PYTHONPATH": f"{found['PYTHONPATH']}:{folder}"}
 
 
 def set_up() -> None:

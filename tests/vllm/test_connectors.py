@@ -86,6 +86,8 @@ def test_each_connector_of_vllm_runs_or_is_refused_by_its_name():
     assert {name for name, answer in answers.items() if not answer} == {
         "LMCacheMPConnector",
         "MultiConnector",
+        "NixlConnector",
+        "NixlPullConnector",
         "OffloadingConnector",
         "PageStore",
     }

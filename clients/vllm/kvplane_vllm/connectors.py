@@ -20,6 +20,8 @@ TESTED = (
     "OffloadingConnector",
     "MultiConnector",
     "LMCacheMPConnector",
+    "NixlConnector",
+    "NixlPullConnector",
 )  # the second joins connectors, each of which must run
 NETWORK = "it moves pages through a network for which there was no test"
 PACKAGE = "it needs a package with which there was no test"
@@ -39,10 +41,8 @@ REFUSED: Mapping[str, str] = {
     "HiSparseConnector": "kvplane does not have its two-level block pool",
     "LMCacheConnectorV1": PACKAGE,
     "MoRIIOConnector": NETWORK,
-    "MooncakeConnector": NETWORK,
-    "MooncakeStoreConnector": NETWORK,
-    "NixlConnector": NETWORK,
-    "NixlPullConnector": NETWORK,
+    "MooncakeConnector": PACKAGE,
+    "MooncakeStoreConnector": PACKAGE,
     "NixlPushConnector": NETWORK,
     "SimpleCPUOffloadConnector": "it changes the blocks of vLLM's own block pool",
     "UMBPStoreConnector": NETWORK,
