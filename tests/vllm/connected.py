@@ -5,6 +5,7 @@ python tests/vllm/connected.py MODEL CONNECTOR stock|kvplane|mirror SEEDS NUM_BL
 
 CONNECTOR is one of `CONNECTORS`. Each seed is two rounds of the same prompts with a reset of the prefix cache between,
 so that the second round hits what the connector has; then requests of which some are aborted, also while they load.
+Before the first load of all it prints a line "STEP", and waits for a line on standard input.
 "refusals" prints the answer to each connector of vLLM, "refusal" that of an engine which is started with this one.
 
 Runs in the environment of vLLM (`environment`).
@@ -59,6 +60,7 @@ LMCACHE = {
         "lmcache.mp.host": "127.0.0.1",
         "lmcache.mp.port": int(os.environ.get("LMCACHE_PORT", "0")),
         "lmcache.mp.heartbeat_interval": float(os.environ.get("LMCACHE_HEARTBEAT_S", "10")),
+        "lmcache.mp.mq_timeout": float(os.environ.get("LMCACHE_TIMEOUT_S", "300")),
     },
 }
 CONNECTORS: dict[str, Any] = {
@@ -103,6 +105,9 @@ class Connected(Observed):
         note = self.scheduler.connector.update_state_after_alloc
 
         def counted(request: Any, blocks: Any, num_external_tokens: int) -> Any:
+            if num_external_tokens and not self.loaded:
+                print("STEP", flush=True)
+                sys.stdin.readline()
             self.loaded += num_external_tokens
             return note(request, blocks, num_external_tokens)
 

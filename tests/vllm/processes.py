@@ -114,11 +114,10 @@ class LmCache(Server):
         env: the environment variables of an engine that uses it.
     """
 
-    def __init__(self, mode: str = "auto", heartbeat_s: float = 10.0) -> None:
-        """`mode`: who copies pages, as LMCache names it. `heartbeat_s`: an engine asks so often whether it is alive."""
+    def __init__(self, mode: str = "auto", **given: str) -> None:
+        """`mode`: who copies pages, as LMCache names it. `given`: further environment variables of an engine."""
         self.port, self.mode = free_port(), mode
-        given = {"LMCACHE_MP_TRANSFER_MODE": mode, "LMCACHE_HEARTBEAT_S": str(heartbeat_s)}
-        self.env = environment.variables_of_lmcache(self.port) | given
+        self.env = environment.variables_of_lmcache(self.port) | {"LMCACHE_MP_TRANSFER_MODE": mode} | given
 
     def start(self) -> None:
         """Start it, and wait until it listens."""

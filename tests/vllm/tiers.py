@@ -4,13 +4,13 @@
     python -m tests.vllm.tiers --models llama --seeds 1-1
     python -m tests.vllm.tiers --kills 30             engines, their ranks, and services that follow are killed
 
-Tokens are compared with those of a stock vLLM that computes each prompt alone; of models in bfloat16 (see
-`tiers_live.Live.right`) also with those that it computes again behind a preemption. Hit tokens are those of an infinite
-cache in which each request is computed when the next one comes; the device is so small that it hits few of them. Next
-to kvplane's tiers is LMCache's connector on the same requests, where it starts. kvplane's scheduler refuses it on
-models with windows: tokens of these are printed and not judged. Faults are those of `tier_faults.controls`. Ends with
-status 1 if a token differs, something is left, less than LOADED_PERCENT of the hit tokens are loaded by kvplane's
-tiers, or a fault is not found.
+Tokens are compared with those of a stock vLLM that computes each prompt alone; of models in bfloat16 (see `Live.seed`
+of `tiers_live`) also with those that it computes again behind a preemption, and with those that it gives to the same
+requests without a connector. Hit tokens are those of an infinite cache in which each request is computed when the next
+one comes; the device is so small that it hits few of them. Next to kvplane's tiers is LMCache's connector on the same
+requests, where it starts. kvplane's scheduler refuses it on models with windows: tokens of these are printed and not
+judged. Faults are those of `tier_faults.controls`. Ends with status 1 if a token differs, something is left, less than
+LOADED_PERCENT of the hit tokens are loaded by kvplane's tiers, or a fault is not found.
 """
 
 from __future__ import annotations

@@ -221,6 +221,12 @@ class Live:
         connector.update_state_after_alloc = counted
 
     @property
+    def is_exact(self) -> bool:
+        """Whether tokens do not depend on where chunks end."""
+        found: bool = self.llm.llm_engine.vllm_config.model_config.dtype == torch.float32
+        return found
+
+    @property
     def free(self) -> int:
         """Free blocks of the device."""
         found: int = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
@@ -228,10 +234,15 @@ class Live:
 
     def seed(self, chosen: list[Any], seed: int, is_alone: bool) -> dict[str, Any]:
         """Answer prompts: all at once, repeatedly with an empty device, then some at a time, of which some are
-        aborted. `is_alone`: once, one after another.
+        aborted. `is_alone`: once, one after another; and also as above in less than float32, where tokens may depend on
+        the ends of chunks.
         """
         if is_alone:
-            return {"tokens": {str(at): self.right(one["prompt_token_ids"]) for at, one in enumerate(chosen)}}
+            alone = {str(at): self.right(one["prompt_token_ids"]) for at, one in enumerate(chosen)}
+            if not self.is_exact:
+                for at, some in self.seed(chosen, seed, False)["tokens"].items():
+                    alone[at] += [one for one in some if one not in alone[at]]
+            return {"tokens": alone}
         answered.clear()
         tokens, cached = answered, 0
         for _ in range(ROUNDS):
@@ -249,11 +260,11 @@ class Live:
         return {"tokens": dict(tokens), "cached": cached + result["cached"], "sent": sent, "aborted": result["aborted"]}
 
     def right(self, prompt: list[int]) -> list[list[int]]:
-        """Return the answer to a prompt. In less than float32 tokens may depend on where chunks end: then also the
-        answers of requests that are preempted once, behind each of their tokens, and computed again.
+        """Return the answer to a prompt. In less than float32 also the answers of requests that are preempted once,
+        behind each of their tokens, and computed again.
         """
         (first,), _ = self.answers([{"prompt_token_ids": prompt}])
-        if self.llm.llm_engine.vllm_config.model_config.dtype == torch.float32:
+        if self.is_exact:
             return [first]
         again, _ = self.answers([{"prompt_token_ids": prompt + first[:at]} for at in range(1, NEW_TOKENS)])
         found = [first] + [first[:at] + one[: NEW_TOKENS - at] for at, one in enumerate(again, 1)]
