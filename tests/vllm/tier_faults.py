@@ -94,7 +94,7 @@ class Kills:
         ranks, steps = kind.partition("tp2")[1], self.rng.randrange(*STEPS)
         fault = {"engine": [f"killed {steps}"], "rank": [f"rank killed {steps}"]}.get(victim, [])
         names = {} if ranks else {"address": self.service.address, "replica": f"{REPLICA}-{model}"}
-        again = _KilledService(self.service, self.rng.randrange(1, 4)) if victim == "service" else None
+        again = _KilledService(self.service, self.rng.randrange(1, 3)) if victim == "service" else None
         more: dict[str, Any] = {"on_step": again} if again else {}
         found = run(model, kind, SEEDS, options(model, "disk", self.folders[model + ranks], **names), *fault, **more)
         tokens, wrong, answers = compare(found, computed(model, SEEDS, ranks))
@@ -105,7 +105,7 @@ class Kills:
             flush=True,
         )
         self._check(model, found, f"{model}, {kind}, {victim}", is_first=model + ranks not in self.begun)
-        if again and (again.calls <= again.first + 1 or found["followed"]["images"] < 2):
+        if again and (again.calls <= again.first or found["followed"]["images"] < 2):
             self.problems.append(f"{model}, {kind}: the service was not away, {again}, {found['followed']}")
         self.begun.add(model + ranks)
 
@@ -123,7 +123,7 @@ class Kills:
 
 @dataclass(slots=True)
 class _KilledService:
-    """Kills the service at a step, and starts it again at the next but one that is notified."""
+    """Kills the service when an engine notifies a step, and starts it again when it notifies the next."""
 
     service: processes.Service
     first: int
@@ -133,7 +133,7 @@ class _KilledService:
         self.calls += 1
         if self.calls == self.first:
             self.service.kill()
-        elif self.calls == self.first + 2:
+        elif self.calls == self.first + 1:
             self.service.start()
 
 

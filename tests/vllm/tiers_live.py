@@ -261,13 +261,19 @@ class Live:
 
     def right(self, prompt: list[int]) -> list[list[int]]:
         """Return the answer to a prompt. In less than float32 also the answers of requests that are preempted once,
-        behind each of their tokens, and computed again.
+        behind each of their tokens, and computed again, and of requests whose prompt is computed in two parts.
         """
-        (first,), _ = self.answers([{"prompt_token_ids": prompt}])
+        whole = [{"prompt_token_ids": prompt}]
+        (first,), _ = self.answers(whole)
         if self.is_exact:
             return [first]
         again, _ = self.answers([{"prompt_token_ids": prompt + first[:at]} for at in range(1, NEW_TOKENS)])
         found = [first] + [first[:at] + one[: NEW_TOKENS - at] for at, one in enumerate(again, 1)]
+        size = self.llm.llm_engine.vllm_config.cache_config.block_size
+        for end in range(size, len(prompt), size):
+            self.forget()
+            self.answers([{"prompt_token_ids": prompt[:end]}])
+            found += self.answers(whole)[0]
         return [list(one) for one in dict.fromkeys(map(tuple, found))]
 
     def answers(self, chosen: list[Any]) -> tuple[list[list[int]], int]:
