@@ -129,7 +129,7 @@ def test_what_is_killed_costs_no_token_and_the_disk_keeps_its_keys(model, kind, 
         kills.live(model, kind, victim)
         kills.live(model, kind, "")
     assert (kills.problems, kills.counts["tokens"]) == ([], 0)
-    assert kills.counts["keys"] > 20
+    assert kills.counts["keys"] > 5  # mamba2's tiers have one for the last block of a prompt
     assert kills.counts["answers"] > 60
 
 
