@@ -12,16 +12,17 @@ Runs in the environment of vLLM with NIXL (`environment.variables_of_nixl`).
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
-from connected import Connected, workers_connector
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-from workload import EVENTS, engine, mirror_state
+from workload import EVENTS, Observed, engine, mirror_state
 
 STEPS = 3  # all loads are waited for in each third step, and not looked at in the others
 WAIT_S = 30.0
@@ -89,19 +90,28 @@ class Engine:
             address, replica = target
             more["additional_config"] = {"kvplane": {"mode": "mirror", "address": address, "replica": replica}}
         self.llm, self._target = engine(model, kind, int(num_blocks), **more), target
-        self._observed = Connected(self.llm, model)
+        self._observed = Observed(self.llm, model)
         self._scheduler = self._observed.scheduler
-        self._timed = Timed(workers_connector().connector_worker) if int(timed) else None
-        self._failed = 0
+        self._timed = Timed(get_kv_transfer_group().connector_worker) if int(timed) else None
+        self._loaded = self._failed = 0
+        self._count()
+        if kind == "freed early":
+            self._free_early()
+
+    def _count(self) -> None:
+        begun = self._scheduler.connector.update_state_after_alloc
         ended = self._scheduler._update_waiting_for_remote_kv
 
-        def counted(request: Any) -> None:
+        def begins(request: Any, blocks: Any, num_external_tokens: int) -> Any:
+            self._loaded += num_external_tokens
+            return begun(request, blocks, num_external_tokens)
+
+        def ends(request: Any) -> None:
             self._failed += request.request_id in self._scheduler.failed_recving_kv_req_ids
             ended(request)
 
-        self._scheduler._update_waiting_for_remote_kv = counted
-        if kind == "freed early":
-            self._free_early()
+        self._scheduler.connector.update_state_after_alloc = begins
+        self._scheduler._update_waiting_for_remote_kv = ends
 
     def _free_early(self) -> None:
         finished = self._scheduler._connector_finished
@@ -145,7 +155,7 @@ class Engine:
         """Return all that was decided, and what is left."""
         seen, manager = self._observed, self._scheduler.kv_cache_manager
         result = {"manager": type(manager).__name__, "free": manager.block_pool.get_num_free_blocks()}
-        result |= {"requests": list(self._scheduler.requests), "loaded": seen.loaded, "failed": self._failed}
+        result |= {"requests": list(self._scheduler.requests), "loaded": self._loaded, "failed": self._failed}
         result |= {"steps": len(seen.times), "preempted": seen._preempted, "stored": seen.stored}
         result |= {"events": seen._events.hexdigest(), "decisions": seen._decisions.hexdigest()}
         if self._target:
@@ -155,11 +165,13 @@ class Engine:
 
 def main() -> None:
     """Answer commands until there are no more."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM's threads log there, also in the middle of a line
     one = Engine(*sys.argv[1:])
-    print("RESULT null", flush=True)
+    print("RESULT null", file=answers, flush=True)
     for line in sys.stdin:
         name, *arguments = json.loads(line)
-        print("RESULT " + json.dumps(getattr(one, name)(*arguments)), flush=True)
+        print("RESULT " + json.dumps(getattr(one, name)(*arguments)), file=answers, flush=True)
 
 
 if __name__ == "__main__":
