@@ -218,13 +218,16 @@ class NixlProcess:
         try:
             lane.connection.send(read.pack())
         except OSError:
-            return False  # the agent has ended, and the lane with it
+            self._end()
+            return False
         answer = lane.wait(self.read_s)
         if answer is None:
             _log.warning("a read of a peer over NIXL takes more than %.1f s", self.read_s)
             lane.peer = memory
             self.late_reads += 1
             return False
+        if not answer:
+            self._end()
         if answer == DONE:
             headers[:] = lane.memory[: len(headers)]
             payloads[:] = lane.memory[len(headers) : len(headers) + len(payloads)]
@@ -237,14 +240,18 @@ class NixlProcess:
 
     def close(self) -> None:
         """End the process: it writes nothing more."""
-        self._process.kill()
-        self._process.wait()
+        self._end()
         with self._lock:  # a thread that waits for an answer closes its lane itself
             self._is_closed = True
             self._control.close()
             for lane in (*self._free, *(one for one in self._lanes if one.peer is not None)):
                 lane.connection.close()
             self._free.clear()
+
+    def _end(self) -> None:
+        """End the process, or wait for its end: one that is killed closes its connections before it counts as ended."""
+        self._process.kill()
+        self._process.wait()
 
     def _lane_for(self, memory: NixlMemory) -> Lane | None:
         """Take a lane; None if there is none, or reads of this peer are late."""
@@ -268,9 +275,7 @@ class NixlProcess:
         try:
             answer = self._control.recv(MAX_MESSAGE_BYTES)
         except OSError as error:
-            # A later answer would be taken for that of the next order.
-            self._process.kill()
-            self._process.wait()
+            self._end()  # a later answer would be taken for that of the next order
             raise Unavailable(f"the agent of NIXL does not answer: {error}") from None
         if answer[:1] != DONE:
             raise Unavailable(answer[1:].decode(errors="replace") or "the agent of NIXL has ended")
