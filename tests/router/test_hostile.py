@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from contextlib import suppress
 
 import msgspec
 import pytest
@@ -10,15 +18,15 @@ import zmq.asyncio
 
 from kvplane_fleet.decisions import Ask
 from kvplane_fleet.faults import Fault, Faults
-from kvplane_fleet.fleet import Fleet, Prompt
+from kvplane_fleet.fleet import Fleet, Prompt, following
 from kvplane_fleet.follow import zmq_source
 from kvplane_fleet.follow.inbox import Inbox
 from kvplane_fleet.follow.order import SourceOrder
-from kvplane_fleet.follow.zmq_source import ZmqSource, resolved
+from kvplane_fleet.follow.zmq_source import Timing, ZmqSource, resolved
 from kvplane_fleet.settings import PlaceSettings
 from kvplane_fleet.wire import msgpack
 from kvplane_fleet.wire.msgpack import BatchDecoder
-from tests.router.engine import batches
+from tests.router.engine import EngineProcess, batches
 from tests.router.fleets import DOMAIN, Scene, finished, tokens
 from tests.router.publisher import Publisher
 from tests.store.servers import free_port
@@ -152,3 +160,83 @@ async def test_addresses_without_a_name_are_taken_as_they_are():
     assert await resolved("tcp://localhost:5") in ("tcp://127.0.0.1:5", "tcp://[::1]:5")
     with pytest.raises((OSError, TimeoutError)):
         await resolved("tcp://no-such-host.invalid:5")
+
+
+SLOW_READER = """
+import sys, time, zmq
+from kvplane_fleet.follow.zmq_source import _prepare
+reader = zmq.Context().socket(zmq.SUB)
+_prepare(reader)
+reader.subscribe(b"")
+reader.connect(sys.argv[1])
+taken, end_s = 0, time.monotonic() + 8
+while time.monotonic() < end_s:
+    if reader.poll(100):
+        reader.recv_multipart()
+        taken += 1
+        if taken % 20 == 0:
+            time.sleep(2.2)  # behind, for longer than a period of heartbeats
+print(taken)
+"""
+
+
+def floods_and_closes(listener: socket.socket) -> None:
+    """Speak ZMTP as a publisher that sends more than a reader takes, and resets the connection."""
+
+    def frame(body: bytes, flags: int = 0) -> bytes:
+        return bytes([flags, len(body)]) + body
+
+    ready = frame(b"\x05READY\x0bSocket-Type\x00\x00\x00\x03PUB", flags=4)
+    message = frame(b"", 1) + frame(bytes(8), 1) + frame(bytes(200))
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return
+        with connection, suppress(OSError):
+            connection.settimeout(0.3)
+            connection.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
+            connection.recv(64, socket.MSG_WAITALL)
+            connection.sendall(ready)
+            connection.recv(4096)
+            with suppress(TimeoutError):
+                while True:
+                    connection.sendall(message * 100)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def test_an_engine_that_floods_and_resets_its_connection_ends_no_router():
+    """With ZeroMQ's heartbeats libzmq aborts: the connection is lost while its messages wait."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=floods_and_closes, args=(listener,), daemon=True).start()
+        command = [sys.executable, "-c", SLOW_READER, f"tcp://127.0.0.1:{listener.getsockname()[1]}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert int(done.stdout) >= 40
+
+
+async def test_an_engine_that_hangs_is_not_connected_until_it_answers_again(monkeypatch):
+    monkeypatch.setattr(zmq_source, "Timing", lambda: Timing(replay_s=0.5, check_s=0.2))
+    fleet, events, replay = Fleet(), f"tcp://127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{free_port()}"
+    process = EngineProcess(events, replay, 0)
+    place = PlaceSettings("a", events=events, replay=replay)
+    try:
+        await asyncio.to_thread(process.publish, 5)
+        async with following(fleet, [place]):
+            source = fleet.followed["a"].source
+            assert isinstance(source, ZmqSource)
+
+            async def until(is_connected: bool) -> None:
+                async with asyncio.timeout(WITHIN_S):
+                    while source.is_connected is not is_connected:  # noqa: ASYNC110
+                        await asyncio.sleep(0.02)
+
+            await asyncio.wait_for(fleet.wait_until_current(), WITHIN_S)
+            for _ in range(2):
+                await until(True)
+                os.kill(process._process.pid, signal.SIGSTOP)
+                await until(False)
+                os.kill(process._process.pid, signal.SIGCONT)
+            await until(True)
+    finally:
+        process.kill()

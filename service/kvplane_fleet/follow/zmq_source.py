@@ -2,8 +2,9 @@
 
 Everything runs on one event loop. Names are resolved here and not by ZeroMQ, whose thread would stand still for all
 sockets while one name is not answered; a name of an engine that is not connected is asked for again. A lost connection
-is found by ZeroMQ's heartbeats, a lost last frame and an engine that was restarted behind a proxy by a check after a
-silence.
+is found by TCP's keepalive, a lost last frame, an engine that was restarted behind a proxy, and one that hangs by a
+check after a silence. ZeroMQ's heartbeats are off: with them libzmq 4.3.5 ends the process if a connection is lost
+while its messages wait for a slow reader (libzmq issues 3937, 4767, 4841).
 
 An engine may be hostile, and all share one process. What waits of its messages is bounded, it gets half of the event
 loop at most, and one that costs more than CPU_SHARE of a core for long is given up by name: disconnected, its entries
@@ -37,7 +38,7 @@ CPU_SHARE = 0.25  # of a core that a place may cost
 CPU_BURST_S, REPLAY_BURST_S = 5.0, 20.0  # that it may cost at once, by live messages and by a long replay
 BYTE_S = 1e-9  # of ZeroMQ's thread, for each byte
 GIVEN_UP_S = 60.0
-HEARTBEAT_MS, DEAD_AFTER_MS = 1000, 5000
+KEEPALIVE_S, DEAD_AFTER_S = 1, 5
 RECONNECT_MS, MAX_RECONNECT_MS = 50, 1000
 FRAMES_PER_TURN = 64
 TURN_S, LONG_S = 0.005, 0.02  # after which others have their turn; which only payloads of megabytes cost
@@ -84,7 +85,7 @@ class ZmqSource:
     """Follows one publisher until its task is cancelled.
 
     Attributes:
-        is_connected: whether the publisher's connection is up.
+        is_connected: whether the publisher's connection is up, and its engine answers replays as it did before.
         is_given_up: whether it costs too much, and is not followed for now.
         resolve: returns an address with numbers instead of a name.
     """
@@ -100,6 +101,7 @@ class ZmqSource:
         self._live, self._replayed = Allowance(CPU_BURST_S), Allowance(REPLAY_BURST_S)
         self._changed = asyncio.Event()  # a replay is wanted, or one ended
         self._frames, self._spent_s = 0, 0.0
+        self._is_up = self._hangs = self._has_answered = False
 
     async def run(self, context: zmq.asyncio.Context) -> None:
         """Follow the publisher. Raises only what a wrong address raises (zmq.ZMQError)."""
@@ -133,7 +135,7 @@ class ZmqSource:
                         tasks.create_task(self._check())
             finally:
                 subscriber.disable_monitor()
-                self.is_connected = False
+                self._note(is_up=False)
 
     async def _found(self, address: str) -> str:
         """Return the address with numbers, once its name is known."""
@@ -166,10 +168,14 @@ class ZmqSource:
     async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
         while True:
             event = parse_monitor_message(await monitor.recv_multipart())["event"]
-            self.is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-            if self.is_connected:
+            self._note(is_up=event == zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            if self._is_up:
                 self._order.connected()
-            self._changed.set()
+
+    def _note(self, is_up: bool, hangs: bool = False) -> None:
+        self._is_up, self._hangs = is_up, hangs
+        self.is_connected = is_up and not hangs
+        self._changed.set()
 
     async def _receive(self, subscriber: zmq.asyncio.Socket) -> None:
         while True:
@@ -179,6 +185,8 @@ class ZmqSource:
                 if frame is not None:
                     self._order.live(frame)
             self._frames += 1
+            if self._hangs:
+                self._note(is_up=True)
             await self._apply(self._live, self._frames)
             if frame is not None:
                 self._changed.set()
@@ -187,7 +195,7 @@ class ZmqSource:
         while True:
             before = self._frames
             await asyncio.sleep(self.timing.check_s)
-            if self._frames == before and self.is_connected:
+            if self._frames == before and self._is_up:
                 self._order.check()
                 self._changed.set()
 
@@ -223,7 +231,11 @@ class ZmqSource:
             except TimeoutError:
                 if self._order.wanted is None:  # otherwise another replay has taken its place
                     self._order.replay_failed()
+                    self._note(self._is_up, hangs=self._has_answered)
                 return
+            self._has_answered = True
+            if self._hangs:
+                self._note(self._is_up)
             if is_replay_end(parts):
                 with self._measured(self._replayed):
                     self._order.replay_ended()
@@ -284,8 +296,11 @@ def _prepare(socket: zmq.asyncio.Socket) -> None:
         (zmq.LINGER, 0),
         (zmq.RCVHWM, RECEIVE_QUEUE),
         (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
-        (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
-        (zmq.HEARTBEAT_TIMEOUT, DEAD_AFTER_MS),
+        (zmq.TCP_KEEPALIVE, 1),
+        (zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_S),
+        (zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_S),
+        (zmq.TCP_KEEPALIVE_CNT, DEAD_AFTER_S // KEEPALIVE_S),
+        (zmq.TCP_MAXRT, 1000 * DEAD_AFTER_S),
         (zmq.RECONNECT_IVL, RECONNECT_MS),
         (zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS),
         (zmq.IPV6, 1),
