@@ -266,7 +266,7 @@ class Place:
             except InvalidArgument as error:
                 self._layout = error
         if isinstance(self._layout, InvalidArgument):
-            raise self._layout
+            raise self._layout.with_traceback(None)  # with each prompt: frames would be added to it without end
         return self._layout
 
     def has(self, tier: Tier) -> bool:

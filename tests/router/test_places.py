@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+
 import msgspec
 import pytest
 
@@ -14,7 +16,7 @@ from kvplane_fleet.index import Index
 from kvplane_fleet.places import Place
 from kvplane_fleet.settings import PlaceSettings, load
 from kvplane_fleet.wire.events import Batch, Cleared, Evidence, GroupFormat, Removed, Stored, Tier
-from tests.router.fleets import finished
+from tests.router.fleets import NO_EVENTS, finished
 
 PROMPT = [(7 * at) % 501 for at in range(96)]
 FULL = GroupFormat("full_attention", 16, 0)
@@ -255,3 +257,13 @@ def test_a_file_names_places(tmp_path):
     assert one == PlaceSettings("a", events="tcp://e:1", hash_algorithms=(HashAlgorithm.SHA256,), draft_groups=(0, 2))
     with pytest.raises(InvalidArgument, match="cannot be read"):
         load(tmp_path / "missing")
+
+
+def test_a_place_that_is_not_proven_costs_a_prompt_no_memory_for_long():
+    """The error is made once and raised for each prompt: its traceback must not keep the frames of all of them."""
+    place, depths = Place(PlaceSettings("a", events=NO_EVENTS), Index()), list[int]()
+    for _ in range(50):
+        with pytest.raises(InvalidArgument) as raised:
+            place.layout()
+        depths.append(len(list(traceback.walk_tb(raised.value.__traceback__))))
+    assert max(depths) == depths[0]
