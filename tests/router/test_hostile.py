@@ -181,7 +181,7 @@ print(taken)
 
 
 def floods_and_closes(listener: socket.socket) -> None:
-    """Speak ZMTP as a publisher that sends more than a reader takes, and resets the connection."""
+    """Act as a publisher of ZMTP that sends more than a reader takes, and resets the connection."""
 
     def frame(body: bytes, flags: int = 0) -> bytes:
         return bytes([flags, len(body)]) + body
