@@ -26,7 +26,7 @@ import math
 import secrets
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from kvplane.base.errors import InvalidArgument, LimitExceeded, NotFound
@@ -176,7 +176,8 @@ class Decisions:
                 f"{most} booked prompts of {ask.owner} have not ended, the most of one owner",
                 remedy="report the stage ENDED of each, or raise max_decisions",
             )
-        claims = {one.place: one for one in self._fleet.claims(ask.model, ask.prompt, keys, ask.visible)}
+        found = self._fleet.claims(ask.model, ask.prompt, keys, ask.visible)
+        claims = {one.place: self._worth(one) for one in found}
         allowed = [name for name in claims if ask.candidates is None or name in ask.candidates]
         if not allowed:
             raise NotFound(_no_candidate(ask, claims), field="model")
@@ -200,11 +201,7 @@ class Decisions:
     def _option(self, claim: PlaceClaim, ask: Ask, around: Around, begun: Keys) -> Option:
         work, place = self.work_of(claim.place), self._fleet.followed[claim.place].place
         num_tokens = ask.prompt.num_tokens
-        own = claim.reachable - claim.peers
-        peers_s = claim.peers / self.settings.peer_tokens_per_s
-        # An engine that reads peers measures both, and loads what that makes sooner.
-        peers = claim.peers if peers_s < work.costs.prefill_s(claim.peers, own) else 0
-        share = min((own + peers) / num_tokens, 1.0)
+        share = min(claim.reachable / num_tokens, 1.0)
         cached = int(work.trust * share * (num_tokens - 1))
         miss_s = work.costs.prefill_s(num_tokens - cached, cached)
         output = ask.output_tokens or _UNKNOWN_OUTPUT
@@ -218,11 +215,11 @@ class Decisions:
             queue_s=work.queue_s(around.now_s),
             miss_s=miss_s,
             delay_s=delay * max(miss_s - unknown_s, 0.0)
-            + work.crowding_s(taken, place.capacity) * min(peers / num_tokens, 1.0),
+            + work.crowding_s(taken, place.capacity) * min(claim.peers / num_tokens, 1.0),
             displacement_s=evicted * miss_s / max(num_tokens - cached, 1) * place.returns.share,
             decode_s=work.costs.row_s() * work.in_flight * output / 2,
             later_s=-probable * (1 + delay) * work.costs.prefill_s(later, around.longest) if later else 0.0,
-            load_s=work.trust * (self._load_s(claim) + (peers_s if peers else 0.0)),
+            load_s=work.trust * self._load_s(claim),
             memory_s=work.memory_s(lacking, place.capacity),
         )
         lacked = min(lacking / place.capacity, 1.0) if lacking else 0.0
@@ -240,7 +237,16 @@ class Decisions:
 
     def _load_s(self, claim: PlaceClaim) -> float:
         settings = self.settings
-        return claim.host / settings.host_tokens_per_s + claim.disk / settings.disk_tokens_per_s
+        own_s = claim.host / settings.host_tokens_per_s + claim.disk / settings.disk_tokens_per_s
+        return own_s + claim.peers / settings.peer_tokens_per_s
+
+    def _worth(self, claim: PlaceClaim) -> PlaceClaim:
+        """Return a claim with what its peers have only if that is loaded sooner than it is computed: an engine that
+        reads peers measures both.
+        """
+        computed_s = self.work_of(claim.place).costs.prefill_s(claim.peers, claim.reachable - claim.peers)
+        pays = claim.peers / self.settings.peer_tokens_per_s < computed_s
+        return claim if pays or not claim.peers else replace(claim, peers=0, peer="")
 
     def _evicted(self, claim: PlaceClaim, num_tokens: int) -> float:
         """Return the tokens whose entries a place has to evict for a prompt; they count where all groups have them."""

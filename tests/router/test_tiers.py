@@ -209,6 +209,9 @@ def test_a_peer_load_is_priced_as_the_queue_of_the_peer_and_computing_are():
     costs = {one.claim.place: one.option.cost for one in slow.score(PROMPT).places}
     assert (costs["a"].load_s, chosen(slow.score(PROMPT))) == (0.0, "b")  # it computes what is loaded later
     assert costs["a"].miss_s > 0.3
+    name = slow.book(PROMPT, candidates=frozenset("a"))[1]
+    assert slow.decisions.ended(name, Event(slow.clock(), 0)) == "equal"
+    assert slow.decisions.work_of("a").trust == 1.0  # it was not claimed
 
 
 def test_blocks_of_a_peer_load_delay_the_prompts_of_a_full_place():
