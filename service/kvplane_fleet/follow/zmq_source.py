@@ -186,7 +186,7 @@ class ZmqSource:
                     self._order.live(frame)
             self._frames += 1
             if self._hangs:
-                self._note(is_up=True)
+                self._note(self._is_up)
             await self._apply(self._live, self._frames)
             if frame is not None:
                 self._changed.set()
