@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import cast
 
 import pytest
+from rich.text import Text
 from textual.widgets import DataTable, Input, Static
 
 from kvplane import AdmitRow, Allocate, Budget, Commit, Content, NewsRow, RunRow, connect, part_of
@@ -199,3 +201,65 @@ async def test_top_shows_an_unreachable_service():
             await until(pilot, lambda: "127.0.0.1:1" in str(error.render()))
             app._show_error("errors resolving [field:x][/y]")  # is text, not markup
             assert str(error.render()) == "errors resolving [field:x][/y]"
+
+
+class Slow(Top):
+    """Its samples end when `go` is set."""
+
+    def __init__(self, client, service):
+        super().__init__(client, service, 0.05)
+        self.begun, self.go = threading.Event(), threading.Event()
+        sample = self._fleet.sample
+
+        def slow(*args):
+            self.begun.set()
+            assert self.go.wait(60)
+            return sample(*args)
+
+        self._fleet.sample = slow  # type: ignore[method-assign]
+
+
+async def test_a_sample_that_ends_behind_another_screen_is_shown(service):
+    with connect(service.address) as client:
+        app = Slow(client, service.address)
+        async with app.run_test(size=(110, 30)) as pilot:
+            app.go.set()
+            await until(pilot, lambda: len(names(app)) == NUM_REPLICAS)
+            app.go.clear()
+            app.begun.clear()
+            await until(pilot, app.begun.is_set)
+            await pilot.press("enter")
+            await until(pilot, lambda: isinstance(app.screen, ReplicaScreen))
+            before = app.num_samples
+            app.go.set()
+            await until(pilot, lambda: app.num_samples > before)
+
+
+@pytest.mark.parametrize("is_failed", [False, True])
+async def test_a_sample_that_ends_after_the_program_is_left(service, is_failed):
+    address = "127.0.0.1:1" if is_failed else service.address
+    with connect(address, retry=RetryPolicy(attempts=1)) as client:
+        app = Slow(client, address)
+        async with app.run_test() as pilot:
+            await until(pilot, app.begun.is_set)
+            screens = app._close_all
+
+            async def close():
+                await screens()
+                app.go.set()
+                await asyncio.sleep(0.5)
+
+            app._close_all = close  # type: ignore[method-assign]
+
+
+async def test_a_sample_that_ends_after_its_screen_is_left(service):
+    with connect(service.address) as client:
+        app = Top(client, service.address, 0.05)
+        async with app.run_test() as pilot:
+            await until(pilot, lambda: len(names(app)) == NUM_REPLICAS)
+            await pilot.press("enter")
+            await until(pilot, lambda: isinstance(app.screen, ReplicaScreen))
+            screen = cast(ReplicaScreen, app.screen)
+            await pilot.press("escape")
+            await until(pilot, lambda: app.screen is not screen)
+            screen._show(Text("late"))

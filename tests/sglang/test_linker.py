@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+import time
+from collections import deque
+from typing import Any
 
 import pytest
 import torch
@@ -133,6 +136,19 @@ def test_a_directory_that_names_other_pages_is_refused(start, tmp_path):
     engine = start()
     assert not engine.load(path)
     assert engine.counts("kv", "disk").refused == 2
+
+
+def test_a_save_that_is_taken_from_the_queue_is_not_at_its_end(start):
+    class Slow(deque[Any]):
+        def popleft(self):
+            time.sleep(0.05)  # the queue is empty before `popleft` returns
+            one = super().popleft()
+            time.sleep(0.05)
+            return one
+
+    engine = start(disk=None)
+    engine.linker.tiers._saves = Slow()
+    assert all(engine.save(keys(2, f"path {at}"), first=10) for at in range(3))
 
 
 def test_the_end_of_a_save_is_reported_when_its_pages_are_read(start):

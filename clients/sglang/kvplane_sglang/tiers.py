@@ -170,7 +170,8 @@ class Tiers:
     @property
     def is_busy(self) -> bool:
         """Whether a save waits or is carried out, the copy on the disk included."""
-        return bool(self._saves or self._working)
+        with self._lock:  # the thread takes a save from the queue before it works on it
+            return bool(self._saves or self._working)
 
     def quiesce(self) -> None:
         """Void all saves; no page is read any more when this returns."""

@@ -66,7 +66,8 @@ class ReplicaScreen(Screen[None]):
         self.app.call_from_thread(self._show, details(answer, requests, self._trend))
 
     def _show(self, shown: Group | Text) -> None:
-        self.query_one("#replica", Static).update(shown)
+        if self.is_running:  # a sample may end after the screen
+            self.query_one("#replica", Static).update(shown)
 
 
 def details(answer: DescribeReplicaResponse, requests: ListRequestsResponse, trend: Trend) -> Group:
@@ -109,14 +110,17 @@ class Top(App[None]):
         self._client, self._interval_s, self._order = client, interval_s, order or Order()
         self._fleet, self._rows = Fleet(client), list[Row]()
         self._is_paused = self._has_failed = False
+        # Kept, not looked for: a sample may end when another screen is shown, or none any more.
+        self._line = Static("connecting ...", id="error")
+        self._table = DataTable[Text](cursor_type="row", zebra_stripes=True)
         self.sub_title = service
 
     def compose(self) -> ComposeResult:
         """Build the screen: a line for errors and counts, the filter, and the table."""
         yield Header(icon=" ")
-        yield Static("connecting ...", id="error")
+        yield self._line
         yield Input(placeholder="part of a name or state; Enter to use it", id="filter")
-        yield DataTable[Text](cursor_type="row", zebra_stripes=True)
+        yield self._table
         yield Footer()
 
     def on_mount(self) -> None:
@@ -173,18 +177,17 @@ class Top(App[None]):
         line.remove_class("open")
         self._table.focus()
 
-    @property
-    def _table(self) -> DataTable[Text]:
-        return self.query_one(DataTable)
-
     def _tick(self) -> None:
-        if not self._is_paused and not isinstance(self.screen, ReplicaScreen):
+        if self.is_running and not self._is_paused and not isinstance(self.screen, ReplicaScreen):
             self._sample()
 
-    @work(thread=True, exclusive=True)
     def _sample(self) -> None:
+        self._take_sample(self._visible())  # read here: the thread would meet a table that changes
+
+    @work(thread=True, exclusive=True)
+    def _take_sample(self, first: Sequence[str]) -> None:
         try:
-            rows = self._fleet.sample(time.monotonic(), self._visible())
+            rows = self._fleet.sample(time.monotonic(), first)
         except KvplaneError as error:
             self.call_from_thread(self._show_error, str(error))
             return
@@ -198,6 +201,8 @@ class Top(App[None]):
         return [key for key in keys if key is not None]
 
     def _show(self, rows: Sequence[Row]) -> None:
+        if not self.is_running:
+            return
         self.num_samples += 1
         self._rows = list(rows)
         self._show_rows()
@@ -242,11 +247,11 @@ class Top(App[None]):
             states = [row.state for row in self._rows]
             counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(sorted(states)))
             line.append(f"{self._table.row_count} of {len(states)} replicas shown: {counts}")
-        self.query_one("#error", Static).update(line)
+        self._line.update(line)
 
     def _show_error(self, text: str) -> None:
         self._has_failed = True
-        self.query_one("#error", Static).update(Text(text, "bold red"))
+        self._line.update(Text(text, "bold red"))
 
     def save_picture(self, path: Path) -> None:
         """Run without a terminal for some samples, or until one fails, then write the screen to `path` as SVG."""
