@@ -127,8 +127,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvplane.base.groups import MAX_TOKENS, ReplicaSpec
-from kvplane.base.retain import MAX_PRIORITY
-from kvplane.base.values import MAX_LOOKAHEAD, MAX_NS, MAX_WITHIN_NS, UNLIMITED
+from kvplane.base.values import MAX_LOOKAHEAD, MAX_NS, MAX_PRIORITY, MAX_WITHIN_NS, UNLIMITED
 
 # By section: its fields, each with its name, its values, and the least and the greatest valid one.
 RANGES: dict[str, Callable[[Any, ReplicaSpec], Iterable[tuple[str, Sequence[int], int, int]]]] = {

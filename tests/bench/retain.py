@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvplane.base.groups import ReplicaSpec, TierKind, TierSpec
-from kvplane.base.retain import Retain
+from kvplane.base.sections import Retain
 from kvplane.base.step import Admit, Cache, End, Facts, News, Part, PartResult, RowFlag, Run
 from kvplane_tools.replay.workloads import TraceFile
 from tests.bench.machine import machine_line

@@ -23,9 +23,8 @@ from kvplane.base.groups import (
     Medium,
     ReplicaSpec,
 )
-from kvplane.base.prefetch import Prefetch, Prefetched
 from kvplane.base.requests import Content
-from kvplane.base.retain import Retain, Retained
+from kvplane.base.sections import Prefetch, Prefetched, Retain, Retained
 from kvplane.base.session import Opened, OpenRequest
 from kvplane.base.step import (
     STEP_VERSION,

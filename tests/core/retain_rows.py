@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from kvplane.base.retain import Retain
+from kvplane.base.sections import Retain
 from kvplane_core.face.interface import ReplicaCore
 from tests.core.specification import specification_of
 

@@ -9,8 +9,9 @@ import pytest
 from kvplane import wire
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import TierKind, TierSpec
-from kvplane.base.prefetch import NO_REQUEST, Prefetch, PrefetchOutcome
+from kvplane.base.sections import Prefetch
 from kvplane.base.step import Part, Step
+from kvplane.base.values import NO_REQUEST, PrefetchOutcome
 from kvplane_core.spec.tiers import prefetch
 from kvplane_service.decisions.text import operation_lines
 from tests.core.builders import admit_row, digests, full, state, window

@@ -10,8 +10,9 @@ import pytest
 from kvplane import wire
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import AlignSpec, EvictionPolicy
-from kvplane.base.retain import MAX_RETAINED, MAX_RETAINED_NS, MAX_RETAINED_PER_BLOCK, Retain, RetainOutcome
+from kvplane.base.sections import Retain
 from kvplane.base.step import Part, Step
+from kvplane.base.values import MAX_RETAINED, MAX_RETAINED_NS, MAX_RETAINED_PER_BLOCK, RetainOutcome
 from kvplane_core.face import inspect
 from kvplane_core.face.state import export_state, read_entries
 from kvplane_core.spec.loading import load_state

@@ -8,7 +8,7 @@ import pytest
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import SavePolicy, TierKind, TierSpec
-from kvplane.base.retain import MAX_RETAINED_PER_BLOCK, RetainOutcome
+from kvplane.base.values import MAX_RETAINED_PER_BLOCK, RetainOutcome
 from kvplane_core.face import inspect
 from kvplane_core.face.state import export_state
 from kvplane_core.spec.loading import load_state

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvplane.base.declined import WhyDeclined
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.step import Cache
+from kvplane.base.values import WhyDeclined
 from kvplane_core.face import setup
 from kvplane_core.face.state import export_state
 from kvplane_core.spec.loading import load_state

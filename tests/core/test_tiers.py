@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from kvplane.base.declined import WhyDeclined
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import CommitRule, HashAlgorithm, TierKind, TierSpec
 from kvplane.base.step import (
@@ -23,6 +22,7 @@ from kvplane.base.step import (
     RowFlag,
     Run,
 )
+from kvplane.base.values import WhyDeclined
 from kvplane_core.face import inspect, setup
 from kvplane_core.face.state import export_state
 from kvplane_core.spec.loading import load_state

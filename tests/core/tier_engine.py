@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from kvplane.base.declined import WhyDeclined
 from kvplane.base.groups import ReplicaSpec, TierKind
-from kvplane.base.prefetch import NO_REQUEST, Prefetch
+from kvplane.base.sections import Prefetch
 from kvplane.base.stamps import in_time
 from kvplane.base.step import ANY_HIT, Admit, Cache, End, Facts, Part, PartResult, RowFlag
+from kvplane.base.values import NO_REQUEST, WhyDeclined
 from kvplane_core.face import setup
 from kvplane_core.face.entries import Entries
 from kvplane_service.replicas.stamps import disks_alone

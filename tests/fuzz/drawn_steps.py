@@ -11,9 +11,9 @@ from dataclasses import fields, replace
 from random import Random
 from typing import Any
 
-from kvplane.base.prefetch import NO_REQUEST, Prefetch
-from kvplane.base.retain import Retain
+from kvplane.base.sections import Prefetch, Retain
 from kvplane.base.step import Admit, Budget, Cache, ExtraKeys, Facts, News, OnRefusal, Part, Peek, Resume, RowFlag, Run
+from kvplane.base.values import NO_REQUEST
 from kvplane_core.spec.replica import Replica
 
 SLOTS = range(6)

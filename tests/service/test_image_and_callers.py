@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from kvplane.base.retain import Retain
+from kvplane.base.sections import Retain
 from kvplane.base.step import Cache, Part
 from kvplane.session.rows import AdmitRow, NewsRow, ResumeRow, part_of, resume_of
 from tests.core.specification import specification_of

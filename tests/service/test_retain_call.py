@@ -13,7 +13,7 @@ import pytest
 from kvplane import AdmitRow, Allocate, Commit, Content, FactRow, NewsRow, connect, part_of
 from kvplane.base.errors import FailedPrecondition, InvalidArgument, Unavailable
 from kvplane.base.groups import TierKind, TierSpec
-from kvplane.base.retain import Retain
+from kvplane.base.sections import Retain
 from kvplane.base.step import End, Part
 from kvplane_service.config import Config
 from kvplane_service.replicas import cache_requests

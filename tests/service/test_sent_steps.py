@@ -11,9 +11,7 @@ import pytest
 
 from kvplane import wire
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.prefetch import Prefetch
-from kvplane.base.retain import Retain
-from kvplane.base.sections import Peers
+from kvplane.base.sections import Peers, Prefetch, Retain
 from kvplane.base.step import Admit, ExtraKeys, Facts, News, Part, Resume, Run, Step, StepResult
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.v1 import step_pb2

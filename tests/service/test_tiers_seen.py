@@ -11,7 +11,7 @@ from kvplane import wire
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import GroupKind, GroupSpec, ReplicaSpec, TierKind
 from kvplane.base.hashing import HashScheme, RequestHasher, pack_tokens
-from kvplane.base.retain import Retain
+from kvplane.base.sections import Retain
 from kvplane.base.step import ExtraKeys, Part, RowFlag, Step
 from kvplane.base.worker import TierUse, WorkerInfo
 from kvplane.v1.replica_pb2 import TIER_KIND_DISK, TIER_KIND_HOST

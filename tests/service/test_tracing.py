@@ -18,9 +18,8 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON
 
 from kvplane import AdmitRow, FactRow, NewsRow, RunRow, connect, part_of
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.prefetch import Prefetch
 from kvplane.base.requests import Allocate, Content
-from kvplane.base.retain import Retain
+from kvplane.base.sections import Prefetch, Retain
 from kvplane.base.step import Part, PartResult, Step, StepResult
 from kvplane.base.trace import TraceContext, is_sampled, parse_traceparent
 from kvplane.sansio.tracing import current_traceparent

@@ -10,21 +10,13 @@ movers  the threads that carry out the jobs of the job table (`kvplane.base.job_
 start   allocates the tiers of a replica and starts their movers
 """
 
-from kvplane_worker.tiers.disk import DiskSlots
-from kvplane_worker.tiers.movers import MoverMemory, Movers
-from kvplane_worker.tiers.peers import Peer, PeerSlots
-from kvplane_worker.tiers.slots import HostSlots, Slots, use_of
-from kvplane_worker.tiers.start import TierOptions, start_movers
-
-__all__ = [
-    "DiskSlots",
-    "HostSlots",
-    "MoverMemory",
-    "Movers",
-    "Peer",
-    "PeerSlots",
-    "Slots",
-    "TierOptions",
-    "start_movers",
-    "use_of",
-]
+from kvplane_worker.tiers.disk import DiskSlots as DiskSlots
+from kvplane_worker.tiers.movers import MoverMemory as MoverMemory
+from kvplane_worker.tiers.movers import Movers as Movers
+from kvplane_worker.tiers.peers import Peer as Peer
+from kvplane_worker.tiers.peers import PeerSlots as PeerSlots
+from kvplane_worker.tiers.slots import HostSlots as HostSlots
+from kvplane_worker.tiers.slots import Slots as Slots
+from kvplane_worker.tiers.slots import use_of as use_of
+from kvplane_worker.tiers.start import TierOptions as TierOptions
+from kvplane_worker.tiers.start import start_movers as start_movers

@@ -4,10 +4,8 @@ from typing import Any, Literal
 
 from typing_extensions import Buffer
 
-from kvplane.base.declined import Declined
 from kvplane.base.groups import Medium
-from kvplane.base.prefetch import Prefetched
-from kvplane.base.retain import Retained
+from kvplane.base.sections import Declined, Prefetched, Retained
 from kvplane.base.step import Blocks, CacheEvent, EventKind, Orders, PartResult, RemoveReason, Step, StepResult
 from kvplane_core.face.cache_events import CacheEvents
 

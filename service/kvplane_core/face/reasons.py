@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import ReplicaSpec
-from kvplane.base.prefetch import NO_REQUEST
-from kvplane.base.retain import MAX_OWNER_CHARS, MAX_RETAINED_NS
 from kvplane.base.step import ALL_GROUPS, UNCHANGED, Part, RowFlag, Step
+from kvplane.base.values import MAX_OWNER_CHARS, MAX_RETAINED_NS, NO_REQUEST
 
 NONE = -1  # instead of the number of a part or a row
 

@@ -21,7 +21,7 @@ from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 from kvplane.base.groups import Medium
-from kvplane.base.retain import MAX_RETAINED, MAX_RETAINED_PER_BLOCK
+from kvplane.base.values import MAX_RETAINED, MAX_RETAINED_PER_BLOCK
 from kvplane_core.face.keys import Key
 from kvplane_core.spec.freelist import FreeList
 

@@ -7,11 +7,8 @@ from itertools import chain, islice
 
 from kvplane.base.groups import Medium
 from kvplane.base.hashing import split_hashes
-from kvplane.base.retain import (
-    Retain,
-    Retained,
-    RetainOutcome,
-)
+from kvplane.base.sections import Retain, Retained
+from kvplane.base.values import RetainOutcome
 from kvplane_core.face.interface import INSIDE, Hit
 from kvplane_core.face.keys import Key
 from kvplane_core.spec.coordinator import Coordinator

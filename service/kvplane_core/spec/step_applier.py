@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, MutableSequence, Sequence
 from dataclasses import replace
 
-from kvplane.base.declined import WhyDeclined
 from kvplane.base.sections import AdmitRow
 from kvplane.base.step import (
     ANY_HIT,
@@ -24,6 +23,7 @@ from kvplane.base.step import (
     Run,
     Watermark,
 )
+from kvplane.base.values import WhyDeclined
 from kvplane_core.face.interface import Hit
 from kvplane_core.face.part_rows import admit_rows
 from kvplane_core.spec.coordinator import Admission, Coordinator, Growth

@@ -16,9 +16,7 @@ from typing import Protocol
 
 from kvplane.base.groups import MAX_TOKENS, CommitRule, ReplicaSpec, TierKind
 from kvplane.base.hashing import MAX_TOKEN_ID, block_digest
-from kvplane.base.prefetch import NO_REQUEST, Prefetch
-from kvplane.base.retain import MAX_OWNER_CHARS, MAX_RETAINED_NS, Retain
-from kvplane.base.sections import BY_ROW, Peers
+from kvplane.base.sections import BY_ROW, Peers, Prefetch, Retain
 from kvplane.base.step import (
     ALL_GROUPS,
     UNCHANGED,
@@ -35,6 +33,7 @@ from kvplane.base.step import (
     Run,
     Step,
 )
+from kvplane.base.values import MAX_OWNER_CHARS, MAX_RETAINED_NS, NO_REQUEST
 from kvplane_core.face.interface import MAX_SLOTS
 from kvplane_core.face.reasons import NONE, Refusal
 from kvplane_core.face.setup import states_for_drafts

@@ -14,35 +14,19 @@ vLLM merges latent windows of different row sizes into the first, gives a pipeli
 stages, and includes cross attention in the hash granularity.
 """
 
-from kvplane_plan.planner.exports import to_groups, to_rank_plan
-from kvplane_plan.planner.plan import (
-    CacheGroup,
-    CachePlan,
-    Layout,
-    PlanOptions,
-    PlanWarning,
-    WarningCode,
-    Worker,
-    WorkerPlan,
-)
-from kvplane_plan.planner.search import Cell, Comparison, compare, plan_cache
-from kvplane_plan.planner.sizes import KERNEL_BLOCK, MLA_KERNEL_BLOCK
-
-__all__ = [
-    "KERNEL_BLOCK",
-    "MLA_KERNEL_BLOCK",
-    "CacheGroup",
-    "CachePlan",
-    "Cell",
-    "Comparison",
-    "Layout",
-    "PlanOptions",
-    "PlanWarning",
-    "WarningCode",
-    "Worker",
-    "WorkerPlan",
-    "compare",
-    "plan_cache",
-    "to_groups",
-    "to_rank_plan",
-]
+from kvplane_plan.planner.exports import to_groups as to_groups
+from kvplane_plan.planner.exports import to_rank_plan as to_rank_plan
+from kvplane_plan.planner.plan import CacheGroup as CacheGroup
+from kvplane_plan.planner.plan import CachePlan as CachePlan
+from kvplane_plan.planner.plan import Layout as Layout
+from kvplane_plan.planner.plan import PlanOptions as PlanOptions
+from kvplane_plan.planner.plan import PlanWarning as PlanWarning
+from kvplane_plan.planner.plan import WarningCode as WarningCode
+from kvplane_plan.planner.plan import Worker as Worker
+from kvplane_plan.planner.plan import WorkerPlan as WorkerPlan
+from kvplane_plan.planner.search import Cell as Cell
+from kvplane_plan.planner.search import Comparison as Comparison
+from kvplane_plan.planner.search import compare as compare
+from kvplane_plan.planner.search import plan_cache as plan_cache
+from kvplane_plan.planner.sizes import KERNEL_BLOCK as KERNEL_BLOCK
+from kvplane_plan.planner.sizes import MLA_KERNEL_BLOCK as MLA_KERNEL_BLOCK

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from kvplane.base.retain import RetainOutcome
 from kvplane.base.step import AdmitStatus, Cache, CacheEvent, End, EventKind, Facts, Part, PartResult, RemoveReason
 from kvplane.base.trace import is_sampled
+from kvplane.base.values import RetainOutcome
 from kvplane_core.face.cache_events import CacheEvents
 from kvplane_service.decisions.log import Decision, Entry
 from kvplane_service.decisions.sent import SentResult

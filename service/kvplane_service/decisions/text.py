@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvplane.base.declined import Declined, WhyDeclined
-from kvplane.base.prefetch import NO_REQUEST, Prefetch, Prefetched, PrefetchOutcome
-from kvplane.base.retain import Retain, Retained, RetainOutcome
+from kvplane.base.sections import Declined, Prefetch, Prefetched, Retain, Retained
 from kvplane.base.step import AdmitStatus, Cache, End, Orders, Part, PartResult, Step, StepResult
-from kvplane.base.values import UNLIMITED
+from kvplane.base.values import NO_REQUEST, UNLIMITED, PrefetchOutcome, RetainOutcome, WhyDeclined
 
 _SHOWN = 8  # numbers of a list in a line
 

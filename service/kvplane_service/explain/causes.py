@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvplane.base.declined import WhyDeclined
 from kvplane.base.groups import GroupKind, ReplicaSpec
 from kvplane.base.step import NO_EXTRA_KEYS, EventKind, ExtraKeys, RemoveReason
+from kvplane.base.values import WhyDeclined
 from kvplane_core.face.hit_rules import LookupExplanation, MissingPrefix
 from kvplane_service.explain.history import NOW, Change, History, KeyName, Known, PassedOver, Spot
 

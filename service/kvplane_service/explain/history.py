@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, compress, pairwise, repeat
 from typing import NamedTuple, TypeAlias
 
-from kvplane.base.declined import WhyDeclined
 from kvplane.base.step import (
     EVICTIONS,
     NO_EXTRA_KEYS,
@@ -26,6 +25,7 @@ from kvplane.base.step import (
     PartResult,
     RemoveReason,
 )
+from kvplane.base.values import WhyDeclined
 from kvplane_core.face.cache_events import runs_of
 from kvplane_service.decisions.log import Decision, Entry
 

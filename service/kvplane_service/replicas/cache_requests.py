@@ -20,10 +20,10 @@ from dataclasses import replace
 from itertools import chain, count
 
 from kvplane.base.errors import KvplaneError, Unavailable
-from kvplane.base.prefetch import Prefetch, Prefetched, PrefetchOutcome
-from kvplane.base.retain import Retain, Retained
+from kvplane.base.sections import Prefetch, Prefetched, Retain, Retained
 from kvplane.base.session import CacheRequest
 from kvplane.base.step import AdmitStatus, Part, PartResult, Step, StepResult
+from kvplane.base.values import PrefetchOutcome
 from kvplane_core.face.interface import BEGINS, RESUMES, SCHEDULES
 from kvplane_service.decisions.sent import SentStep, kinds_of, step_with
 from kvplane_service.runtime.rota import Busy

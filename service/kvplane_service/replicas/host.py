@@ -19,7 +19,7 @@ from functools import cached_property, partial
 
 from kvplane.base.errors import InvalidArgument, KvplaneError, OtherWriter
 from kvplane.base.groups import NULL_BLOCK
-from kvplane.base.retain import Retain
+from kvplane.base.sections import Retain
 from kvplane.base.session import NEW_EPOCH, Opened, OpenRequest
 from kvplane.base.step import Part, Step, StepResult
 from kvplane_service.decisions.log import Life

@@ -10,8 +10,7 @@ from copy import copy
 from dataclasses import dataclass
 
 from kvplane.base.errors import InvalidArgument, LimitExceeded, SequenceError
-from kvplane.base.retain import Retain
-from kvplane.base.sections import Peers
+from kvplane.base.sections import Peers, Retain
 from kvplane.base.session import NEW_EPOCH
 from kvplane.base.step import Cache, End, Facts, Part, Step, StepResult
 from kvplane.base.when_read import given_fields

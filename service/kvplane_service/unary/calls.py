@@ -10,9 +10,8 @@ from typing import Generic, TypeVar
 
 from kvplane.base.errors import InvalidArgument, LimitExceeded, PermissionDenied
 from kvplane.base.hashing import HashTail
-from kvplane.base.prefetch import NO_REQUEST, Prefetch
 from kvplane.base.requests import Ending
-from kvplane.base.retain import MAX_RETAINED, MAX_RETAINED_PER_BLOCK, Retain, RetainOutcome
+from kvplane.base.sections import Prefetch, Retain
 from kvplane.base.step import (
     ANY_HIT,
     NO_EXTRA_KEYS,
@@ -29,6 +28,7 @@ from kvplane.base.step import (
     StepResult,
     Watermark,
 )
+from kvplane.base.values import MAX_RETAINED, MAX_RETAINED_PER_BLOCK, NO_REQUEST, RetainOutcome
 from kvplane_service.replicas.step_order import UnaryStep
 
 _Answer = TypeVar("_Answer")

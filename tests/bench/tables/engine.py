@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 
 from kvplane.base.groups import ReplicaSpec
-from kvplane.base.retain import Retain
+from kvplane.base.sections import Retain
 from kvplane.base.step import CacheEvent, Orders, Part, PartResult, RowFlag
 from kvplane.scheduling import Limits, Request, Scheduled
 from kvplane.session.rows import RunRow

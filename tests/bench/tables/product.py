@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from kvplane.base.groups import DENSE_RETENTION, EvictionPolicy, ReplicaSpec, SavePolicy, TierKind, TierSpec
 from kvplane.base.hashing import HashScheme, RequestHasher
-from kvplane.base.retain import Retain
+from kvplane.base.sections import Retain
 from kvplane.base.step import CacheEvent
 from kvplane_fleet.policies import Policy
 from kvplane_fleet.settings import RouterSettings

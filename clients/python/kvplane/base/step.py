@@ -20,81 +20,37 @@ from dataclasses import dataclass, field
 
 from kvplane.base import sections
 from kvplane.base.decode_rows import DecodeRows
-from kvplane.base.sections import (
-    LOAD_COLUMNS,
-    MOVE_COLUMNS,
-    SAVE_COLUMNS,
-    Admit,
-    Blocks,
-    Budget,
-    Cache,
-    Facts,
-    News,
-    Orders,
-    Peek,
-    Peers,
-    Prefetch,
-    Resume,
-    Retain,
-    Run,
-)
-from kvplane.base.values import (
-    ALL_GROUPS,
-    ANY_HIT,
-    EVICTIONS,
-    NO_EXTRA_KEYS,
-    UNCHANGED,
-    UNLIMITED,
-    AdmitStatus,
-    CacheEvent,
-    End,
-    EventKind,
-    ExtraKeys,
-    Multimodal,
-    OnRefusal,
-    RemoveReason,
-    RowFlag,
-    Watermark,
-)
+from kvplane.base.sections import LOAD_COLUMNS as LOAD_COLUMNS
+from kvplane.base.sections import MOVE_COLUMNS as MOVE_COLUMNS
+from kvplane.base.sections import SAVE_COLUMNS as SAVE_COLUMNS
+from kvplane.base.sections import Admit as Admit
+from kvplane.base.sections import Blocks as Blocks
+from kvplane.base.sections import Budget as Budget
+from kvplane.base.sections import Cache as Cache
+from kvplane.base.sections import Facts as Facts
+from kvplane.base.sections import News as News
+from kvplane.base.sections import Orders as Orders
+from kvplane.base.sections import Peek as Peek
+from kvplane.base.sections import Peers, Prefetch, Retain
+from kvplane.base.sections import Resume as Resume
+from kvplane.base.sections import Run as Run
+from kvplane.base.values import ALL_GROUPS as ALL_GROUPS
+from kvplane.base.values import ANY_HIT as ANY_HIT
+from kvplane.base.values import EVICTIONS as EVICTIONS
+from kvplane.base.values import NO_EXTRA_KEYS as NO_EXTRA_KEYS
+from kvplane.base.values import UNCHANGED as UNCHANGED
+from kvplane.base.values import UNLIMITED as UNLIMITED
+from kvplane.base.values import AdmitStatus as AdmitStatus
+from kvplane.base.values import CacheEvent as CacheEvent
+from kvplane.base.values import End as End
+from kvplane.base.values import EventKind as EventKind
+from kvplane.base.values import ExtraKeys as ExtraKeys
+from kvplane.base.values import Multimodal as Multimodal
+from kvplane.base.values import OnRefusal as OnRefusal
+from kvplane.base.values import RemoveReason as RemoveReason
+from kvplane.base.values import RowFlag as RowFlag
+from kvplane.base.values import Watermark as Watermark
 from kvplane.base.when_read import made_when_read
-
-__all__ = [
-    "ALL_GROUPS",
-    "ANY_HIT",
-    "EVICTIONS",
-    "KEY_COLUMNS",
-    "LOAD_COLUMNS",
-    "MOVE_COLUMNS",
-    "NO_EXTRA_KEYS",
-    "SAVE_COLUMNS",
-    "STEP_VERSION",
-    "UNCHANGED",
-    "UNLIMITED",
-    "Admit",
-    "AdmitStatus",
-    "Blocks",
-    "Budget",
-    "Cache",
-    "CacheEvent",
-    "End",
-    "EventKind",
-    "ExtraKeys",
-    "Facts",
-    "Multimodal",
-    "News",
-    "OnRefusal",
-    "Orders",
-    "Part",
-    "PartResult",
-    "Peek",
-    "RemoveReason",
-    "Resume",
-    "RowFlag",
-    "Run",
-    "Step",
-    "StepResult",
-    "Watermark",
-]
 
 STEP_VERSION = 2  # version of the meaning of the columns; in version 1 only rows with flag bit 1 were aligned
 NO_LIMITS = Budget()

@@ -16,6 +16,12 @@ UNCHANGED = -1
 MAX_LOOKAHEAD = 4096
 MAX_NS = (1 << 62) - 1  # of a time
 MAX_WITHIN_NS = 3600 * 1_000_000_000
+NO_REQUEST = (1 << 32) - 1  # in `Prefetch.slot`: the row gives the hashes of a prompt
+MAX_PRIORITY = 100  # of a retained prefix
+MAX_RETAINED = 1024  # prefixes of one replica
+MAX_RETAINED_PER_BLOCK = 8  # their blocks, each counted once per prefix, per block of the pool and slot that retains
+MAX_RETAINED_NS = 7 * 24 * 3600 * 1_000_000_000  # from `Retain.now_ns` to an end
+MAX_OWNER_CHARS = 256
 
 
 class End(IntEnum):
@@ -89,6 +95,35 @@ class RemoveReason(IntEnum):
     UNVERIFIED = 5  # a new epoch could not prove that the page still has the content
     MOVED = 6  # the key moved to a copy of the page, as the next event reports
     LEFT_WINDOW = 7  # as EVICTED: left a request's window or was superseded, and the policy lets such go first
+
+
+class WhyDeclined(IntEnum):
+    """Why the hit of an admission in the tiers, longer than what the admission got, is not loaded."""
+
+    TOO_SLOW = 1  # to load it takes longer than to compute it
+    NO_JOB = 2  # too many jobs are in flight
+    WAITS = 3  # the row is deferred: loads in flight load a part of the hit, or leave no room for another one
+    GIVEN_UP = 4  # the same, but no request waits any more for these loads, so that they may never end
+
+
+class PrefetchOutcome(IntEnum):
+    """What became of a row of `prefetch`, which copies a prompt's hit nearer before the prompt is admitted."""
+
+    ALL = 0  # everything that was missing in the first tier is being copied, or nothing was
+    TOO_LATE = 1  # it would take longer than `within_ns`, so nothing is copied
+    TOO_MANY = 2  # a part is copied: as much as may be in flight, or as the first tier can hold without a loss
+
+
+class RetainOutcome(IntEnum):
+    """What became of a row of `retain`, which has a cached prefix evicted after all others, until a time."""
+
+    RETAINED = 0  # what is cached of the prefix is retained; nothing if nothing is
+    RELEASED = 1  # it is not retained for this owner any more, or was not
+    OVER_BUDGET = 2  # of the pool `left` blocks are left for the owner, fewer than the row needs
+    TOO_MANY = 3  # MAX_RETAINED prefixes are retained, or MAX_RETAINED_PER_BLOCK is reached
+    OTHER_OWNER = 4  # a release of what is retained for others alone
+    OVER_HOST_BUDGET = 5  # as OVER_BUDGET, of the host tier
+    OVER_DISK_BUDGET = 6  # as OVER_BUDGET, of the disk
 
 
 EVICTIONS = (RemoveReason.EVICTED, RemoveReason.LEFT_WINDOW)  # the block was allocated to another request

@@ -16,8 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 
-from kvplane.base.prefetch import Prefetched
-from kvplane.base.retain import Retained
+from kvplane.base.sections import Prefetched, Retained
 from kvplane.base.session import NEW_EPOCH, Opened, OpenRequest
 from kvplane.base.step import AdmitStatus, Cache, News, Orders, Part, PartResult, Resume, Step, StepResult
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import TypeAlias
 
-from kvplane.base.prefetch import Prefetch
+from kvplane.base.sections import Prefetch
 from kvplane.base.step import (
     NO_EXTRA_KEYS,
     UNCHANGED,
@@ -29,7 +29,11 @@ from kvplane.base.step import (
     Run,
 )
 from kvplane.base.typed import check
-from kvplane.session.section_rows import AdmitRow, PeekRow, PrefetchRow, Row, RunRow
+from kvplane.session.section_rows import AdmitRow as AdmitRow
+from kvplane.session.section_rows import PeekRow as PeekRow
+from kvplane.session.section_rows import PrefetchRow as PrefetchRow
+from kvplane.session.section_rows import Row as Row
+from kvplane.session.section_rows import RunRow as RunRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,19 +92,6 @@ class ResumeRow(Row):
     single_group_hit: int = 0
     loading: int = 0
 
-
-__all__ = [
-    "AdmitRow",
-    "FactRow",
-    "NewsRow",
-    "PeekRow",
-    "PrefetchRow",
-    "ResumeRow",
-    "Row",
-    "RunRow",
-    "part_of",
-    "resume_of",
-]
 
 AnyRow: TypeAlias = FactRow | NewsRow | RunRow | AdmitRow | PeekRow | PrefetchRow
 CONTENT = {"tokens", "num_tokens", "hashes"}  # attributes of rows that become several columns

@@ -5,85 +5,43 @@ the invalid field; encoding refuses values that the message cannot hold. Neither
 step.
 """
 
-from kvplane.wire.events import decode_batch, encode_batch
-from kvplane.wire.extra_keys import decode_extra_keys, encode_extra_keys
-from kvplane.wire.layers import decode_layer, encode_layer
-from kvplane.wire.plan import decode_plan, encode_plan
-from kvplane.wire.result import (
-    decode_event,
-    decode_result,
-    encode_event,
-    encode_result,
-)
-from kvplane.wire.same import encode_same
-from kvplane.wire.session import (
-    decode_open,
-    decode_opened,
-    decode_step_error,
-    encode_open,
-    encode_opened,
-    encode_step_error,
-    split_stamps,
-)
-from kvplane.wire.sources import encode_layer_source, encode_model_source
-from kvplane.wire.spec import decode_policy, decode_spec, decode_tiers, encode_spec
-from kvplane.wire.step import decode_step, encode_step
-from kvplane.wire.unary import (
-    encode_allocate,
-    encode_commit,
-    encode_content,
-    encode_ending,
-    encode_header,
-    encode_source,
-)
-from kvplane.wire.worker import (
-    decode_assignment,
-    decode_renewal,
-    decode_worker,
-    encode_assignment,
-    encode_renewal,
-    encode_worker,
-)
-
-__all__ = [
-    "decode_assignment",
-    "decode_batch",
-    "decode_event",
-    "decode_extra_keys",
-    "decode_layer",
-    "decode_open",
-    "decode_opened",
-    "decode_plan",
-    "decode_policy",
-    "decode_renewal",
-    "decode_result",
-    "decode_spec",
-    "decode_step",
-    "decode_step_error",
-    "decode_tiers",
-    "decode_worker",
-    "encode_allocate",
-    "encode_assignment",
-    "encode_batch",
-    "encode_commit",
-    "encode_content",
-    "encode_ending",
-    "encode_event",
-    "encode_extra_keys",
-    "encode_header",
-    "encode_layer",
-    "encode_layer_source",
-    "encode_model_source",
-    "encode_open",
-    "encode_opened",
-    "encode_plan",
-    "encode_renewal",
-    "encode_result",
-    "encode_same",
-    "encode_source",
-    "encode_spec",
-    "encode_step",
-    "encode_step_error",
-    "encode_worker",
-    "split_stamps",
-]
+from kvplane.wire.events import decode_batch as decode_batch
+from kvplane.wire.events import encode_batch as encode_batch
+from kvplane.wire.extra_keys import decode_extra_keys as decode_extra_keys
+from kvplane.wire.extra_keys import encode_extra_keys as encode_extra_keys
+from kvplane.wire.layers import decode_layer as decode_layer
+from kvplane.wire.layers import encode_layer as encode_layer
+from kvplane.wire.plan import decode_plan as decode_plan
+from kvplane.wire.plan import encode_plan as encode_plan
+from kvplane.wire.result import decode_event as decode_event
+from kvplane.wire.result import decode_result as decode_result
+from kvplane.wire.result import encode_event as encode_event
+from kvplane.wire.result import encode_result as encode_result
+from kvplane.wire.same import encode_same as encode_same
+from kvplane.wire.session import decode_open as decode_open
+from kvplane.wire.session import decode_opened as decode_opened
+from kvplane.wire.session import decode_step_error as decode_step_error
+from kvplane.wire.session import encode_open as encode_open
+from kvplane.wire.session import encode_opened as encode_opened
+from kvplane.wire.session import encode_step_error as encode_step_error
+from kvplane.wire.session import split_stamps as split_stamps
+from kvplane.wire.sources import encode_layer_source as encode_layer_source
+from kvplane.wire.sources import encode_model_source as encode_model_source
+from kvplane.wire.spec import decode_policy as decode_policy
+from kvplane.wire.spec import decode_spec as decode_spec
+from kvplane.wire.spec import decode_tiers as decode_tiers
+from kvplane.wire.spec import encode_spec as encode_spec
+from kvplane.wire.step import decode_step as decode_step
+from kvplane.wire.step import encode_step as encode_step
+from kvplane.wire.unary import encode_allocate as encode_allocate
+from kvplane.wire.unary import encode_commit as encode_commit
+from kvplane.wire.unary import encode_content as encode_content
+from kvplane.wire.unary import encode_ending as encode_ending
+from kvplane.wire.unary import encode_header as encode_header
+from kvplane.wire.unary import encode_source as encode_source
+from kvplane.wire.worker import decode_assignment as decode_assignment
+from kvplane.wire.worker import decode_renewal as decode_renewal
+from kvplane.wire.worker import decode_worker as decode_worker
+from kvplane.wire.worker import encode_assignment as encode_assignment
+from kvplane.wire.worker import encode_renewal as encode_renewal
+from kvplane.wire.worker import encode_worker as encode_worker

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.hashing import HashScheme, RequestHasher, pack_tokens
-from kvplane.base.prefetch import NO_REQUEST, Prefetch
-from kvplane.base.retain import MAX_PRIORITY, MAX_RETAINED_NS, Retain
+from kvplane.base.sections import Prefetch, Retain
 from kvplane.base.session import CacheRequest
 from kvplane.base.step import ExtraKeys, Part
+from kvplane.base.values import MAX_PRIORITY, MAX_RETAINED_NS, NO_REQUEST
 from kvplane_vllm.tiers.settings import RETAINED_PERCENT
 
 if TYPE_CHECKING:

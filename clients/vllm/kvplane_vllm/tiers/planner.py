@@ -27,9 +27,7 @@ from typing import TYPE_CHECKING
 from kvplane.base.errors import KvplaneError
 from kvplane.base.groups import GroupKind
 from kvplane.base.hashing import split_hashes
-from kvplane.base.prefetch import Prefetch
-from kvplane.base.retain import Retain
-from kvplane.base.sections import AdmitRow
+from kvplane.base.sections import AdmitRow, Prefetch, Retain
 from kvplane.base.session import CacheRequest
 from kvplane.base.step import ANY_HIT, UNLIMITED, AdmitStatus, Cache, End, News, Part, PartResult, RowFlag
 from kvplane_core.face.part_rows import Update, admit_section, facts_section, news_section

@@ -6,12 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any, overload
 
-from kvplane.base.declined import Declined
 from kvplane.base.groups import Medium
 from kvplane.base.hashing import PackedHashes
 from kvplane.base.packed_ints import PackedInts
-from kvplane.base.prefetch import Prefetched
-from kvplane.base.retain import Retained
+from kvplane.base.sections import Declined, Prefetched, Retained
 from kvplane.base.step import (
     Blocks,
     CacheEvent,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from kvplane.base.groups import GroupKind, MambaMode
-from kvplane_core.spec.managers.base import GroupManager
+from kvplane_core.spec.managers.base import GroupManager as GroupManager
 from kvplane_core.spec.managers.chunked import ChunkedLocalManager
 from kvplane_core.spec.managers.cross import CrossAttentionManager
 from kvplane_core.spec.managers.full import FullAttentionManager, RetainedWindowManager, SinkManager
 from kvplane_core.spec.managers.mamba import AlignedStateManager
-from kvplane_core.spec.managers.questions import GroupSetup
+from kvplane_core.spec.managers.questions import GroupSetup as GroupSetup
 from kvplane_core.spec.managers.ring import RingManager
 from kvplane_core.spec.managers.uncached_state import UncachedStateManager
 from kvplane_core.spec.managers.window import SlidingWindowManager
@@ -32,6 +32,3 @@ def make_manager(setup: GroupSetup) -> GroupManager:
         aligned = setup.spec.mamba_mode is MambaMode.ALIGN
         return AlignedStateManager(setup) if aligned else UncachedStateManager(setup)
     return _BY_KIND[setup.spec.kind](setup)
-
-
-__all__ = ["GroupManager", "GroupSetup", "make_manager"]

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from kvplane.base.declined import WhyDeclined
 from kvplane.base.groups import GroupKind, Medium
 from kvplane.base.step import LOAD_COLUMNS, Cache, CacheEvent, EventKind, PartResult
+from kvplane.base.values import WhyDeclined
 from kvplane_core.face.interface import INSIDE, Hit
 from kvplane_core.face.keys import NULL_BLOCK, seal_key
 from kvplane_core.spec.coordinator import Admission, Coordinator

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from kvplane.base.hashing import split_hashes
-from kvplane.base.prefetch import NO_REQUEST, Prefetch, Prefetched, PrefetchOutcome
+from kvplane.base.sections import Prefetch, Prefetched
+from kvplane.base.values import NO_REQUEST, PrefetchOutcome
 from kvplane_core.spec.coordinator import Coordinator
 from kvplane_core.spec.tiers.loads import Missing, TierLoads
 from kvplane_core.spec.tiers.tiers import MAX_JOBS
