@@ -250,6 +250,29 @@ async def test_an_adopted_replica_begins_above_its_grant():
     assert second.registry.get("r").host.epoch > 9
 
 
+async def test_a_replica_that_comes_back_begins_above_the_epochs_of_others():
+    """Its engine's session stayed while this service was cut off, and the workers that knew the epochs have gone."""
+    net = GrantedNet()
+    first, second = await net.pair()
+    first.open()
+    net.answers("a:1")
+    await net.pass_lease(second)
+    await second.adopt()
+    second.open()
+    await second.ownership.beat()
+    second.open()  # it ends before it reports this one
+    net.answers()
+    await net.pass_lease(first)
+    assert first.state() is ReplicaState.LIVE
+    await first.ownership.ensure_granted("r")
+    first.open()
+    begun = first.registry.get("r").host.epoch
+    assert begun > second.registry.get("r").host.epoch
+    await first.ownership.ensure_granted("r")
+    first.open()
+    assert first.registry.get("r").host.epoch == begun + 1
+
+
 async def test_a_client_of_another_replica_costs_no_call():
     net = GrantedNet()
     _, second = await net.pair()

@@ -83,10 +83,11 @@ class StoreOwners:
             raise moved(record.name, owner)
         return record
 
-    async def ensure(self, name: str) -> None:
+    async def ensure(self, name: str) -> int:
         """Raise Moved or Unavailable unless this process may begin an epoch of a replica that is registered here. It
-        may: the page memory decides.
+        may: the page memory decides. Returns an epoch that other services may have begun, 0 if none is known.
         """
+        return 0
 
     def check(self, name: str) -> None:
         """The same, as far as it is known without a call."""
@@ -131,10 +132,11 @@ class GrantedOwners:
         await self._take(record.name)
         return replace(record, epoch=max(record.epoch, self._grants.epoch_of(record.name)))
 
-    async def ensure(self, name: str) -> None:
-        """Take the grant, unless this process has it (see StoreOwners.ensure)."""
+    async def ensure(self, name: str) -> int:
+        """Take the grant, unless this process has it, and return its epoch (see StoreOwners.ensure)."""
         await self._take(name)
         self.check(name)
+        return self._grants.epoch_of(name)
 
     def check(self, name: str) -> None:
         """Raise NotGranted unless this process has the grant by its own clock."""

@@ -21,6 +21,7 @@ from weakref import WeakValueDictionary
 from kvplane.base.errors import KvplaneError, NotFound, Unavailable
 from kvplane_service.config import Config
 from kvplane_service.registry import Entry, Registration, Registry, UnknownReplica
+from kvplane_service.replicas.recovery import UNCLAIMED_EPOCHS, UNSTORED_EPOCHS
 from kvplane_service.store.errors import STORE_ERRORS, StoreUnavailable
 from kvplane_service.store.interface import IndexStore
 from kvplane_service.store.keeper import Keeper
@@ -56,14 +57,22 @@ class Ownership:
         entry.host.may_begin = partial(self._owners.check, entry.host.name)
 
     async def ensure_granted(self, name: str) -> None:
-        """Let this process begin epochs of a replica that is registered here.
+        """Let this process begin epochs of a replica that is registered here, above those of a service that had it
+        meanwhile.
 
         Raises:
             Moved: another live service owns it.
             Unavailable: that cannot be found out, or is not certain yet.
         """
-        if self._keeper.shared_store is not None:
-            await self._owners.ensure(name)
+        if self._keeper.shared_store is None:
+            return
+        granted = await self._owners.ensure(name)
+        if name not in self._registry:
+            return  # given up meanwhile, which its caller finds out
+        host = self._registry.get(name).host
+        if granted > host.epoch:  # else it was granted before the latest epoch, which began here
+            # As for an adopted replica: with room for epochs that the table does not have, and no further than that.
+            host.observe_owner_epoch(min(granted, host.epoch + UNCLAIMED_EPOCHS) + UNSTORED_EPOCHS)
 
     async def ensure_local(self, name: str) -> None:
         """Adopt (take over) a replica that is not registered here, unless another live service owns it.
