@@ -153,8 +153,8 @@ mixtures: $(DEV)  ## hits of hazard below LRU on mixtures of traces and on traff
 faults: $(DEV)  ## kill, stop and cut off real processes, fill and damage their stores (FAULTS=40 SEED=1)
 	@$(PYTHON) -m tests.faults --faults $(or $(FAULTS),40) --seed $(or $(SEED),1)
 
-fleet: $(DEV)  ## three services and eight engines under kills, stops, held links and lost tables, with each kind of ownership (FAULTS=12 SEED=1)
-	@$(PYTHON) -m tests.fleet --faults $(or $(FAULTS),12) --seed $(or $(SEED),1)
+fleet: $(DEV)  ## three services, eight engines and two routers under kills, partitions, clock jumps and lost tables, with each kind of ownership (FAULTS=25 SEED=1)
+	@$(PYTHON) -m tests.fleet --faults $(or $(FAULTS),25) --seed $(or $(SEED),1)
 
 vllm-env: $(DEV)  ## set up vLLM 0.33.0 for a CPU, in an environment of its own (5 GB, ten minutes)
 	@$(PYTHON) -m tests.vllm.environment

@@ -5,7 +5,7 @@
 #     scripts/debian.sh redis-server --port 7000
 set -euo pipefail
 
-program=${1:?usage: scripts/debian.sh chromium|etcd|prometheus|promtool|redis-server ARGUMENTS}
+program=${1:?usage: scripts/debian.sh chromium|etcd|faketime|prometheus|promtool|redis-server ARGUMENTS}
 shift
 if command -v "$program" >/dev/null; then
     exec "$program" "$@"
@@ -13,9 +13,10 @@ fi
 case $program in
     chromium) packages=(chromium) ;;
     etcd) packages=(etcd-server) ;;
+    faketime) packages=(faketime libfaketime) ;;
     prometheus | promtool) packages=(prometheus) ;;
     redis-server) packages=(redis-server redis-tools) ;;
-    *) echo "debian.sh: $program: not one of chromium, etcd, prometheus, promtool, redis-server" >&2; exit 64 ;;
+    *) echo "debian.sh: $program: not one of chromium, etcd, faketime, prometheus, promtool, redis-server" >&2; exit 64 ;;
 esac
 tools=$(cd "$(dirname "$0")/.." && pwd)/.tools
 home=$tools/${packages[0]}

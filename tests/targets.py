@@ -85,6 +85,7 @@ NIGHTLY = {
     "tests/faults/test_twins.py": "faults of real processes, with and without a planted one",
     "tests/router/test_twins.py": "faults that the campaigns of the router must find",
     "tests/fleet/test_campaign.py": "faults of real processes",
+    "tests/fleet/test_planted.py": "faults that the campaign of a fleet must find",
     "tests/fleet/test_fleet.py": "services of a fleet come and go under load",
     "tests/sim/test_further_runs.py": "seeds 61 to 120",
     "tests/sim/test_runs.py::test_campaign_in_two_processes_has_the_same_digest": "how campaigns are run",

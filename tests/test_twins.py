@@ -34,6 +34,8 @@ ISSUED = """
     a process that continues trims the log, a cancel that leaks, no deadline of a step, no deadline of the store,
     release fails on the log of another process, loads known by name,
     the lease is renewed after the records are read,
+    no compare-and-set, grants without an end, leases by wall clocks, epochs count from the table,
+    preempted requests are forgotten, keys outlive their memory, what is cleared stays claimed,
     a lost table is complete, owners are dropped early, grants held for a lease, a deleted Lease comes back,
     epoch raised by a forged row, unsealed record accepted, record of another place accepted,
     redirect followed blindly, limit checked after building,
@@ -57,6 +59,13 @@ def test_twins_are_the_required_ones():
 
 # The cheapest test that catches each twin that hangs, or that needs a forged store.
 CAUGHT_BY = {
+    **dict.fromkeys(
+        [
+            *("no compare-and-set", "grants without an end", "leases by wall clocks", "epochs count from the table"),
+            *("preempted requests are forgotten", "keys outlive their memory", "what is cleared stays claimed"),
+        ],
+        "fleet/planted.py",
+    ),
     "shared executor": "cli/test_hung.py",
     "releases before notices": "cli/test_hung.py",
     "lapse by own delay": "service/test_lifecycle.py",

@@ -14,6 +14,7 @@ import os
 import runpy
 import sys
 import threading
+import time
 from array import array
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -301,6 +302,59 @@ def held_since_the_answer(real: Real) -> Real:
         self._until_ns = self._runtime.clock() + self._lease_ns
 
     return attempt
+
+
+def replace_what_is_there(real: Real) -> Real:
+    """Replace a table whatever it has become since it was read."""
+
+    async def replace_any(self: Any, _: str | None, raw: bytes) -> bool:
+        return bool(await real(self, (await self.read()).version, raw))
+
+    return replace_any
+
+
+def only_what_the_table_counts(_: Real) -> Real:
+    """The next epoch is above those that this process began, those that workers refused, and its grant's alone."""
+
+    def next_epoch(self: Any, request: Any) -> int:
+        del request
+        grants = self.may_begin.func.__self__._grants
+        begun = self.epoch if self.recovering is None else 0
+        return int(max(begun, self._owner_epoch, grants.epoch_of(self.name)) + 1)
+
+    return next_epoch
+
+
+def by_wall_clocks(real: Real) -> Real:
+    """Leases of owners are measured by the wall clock."""
+
+    def begin(self: Any, table: Any, me: Any, lease_ms: int, runtime: Any, draw: Any) -> None:
+        real(self, table, me, lease_ms, replace(runtime, clock=time.time_ns), draw)
+
+    return begin
+
+
+def count_from_nothing(real: Real) -> Real:
+    return lambda self: replace(real(self), epoch=0)
+
+
+def report_no_epochs(real: Real) -> Real:
+    return lambda self, epochs, moving=(): real(self, dict.fromkeys(epochs, 0), moving)
+
+
+def forget_what_is_preempted(real: Real) -> Real:
+    """Requests that lose their blocks are not computed again."""
+
+    def preempt(self: Any, slots: Sequence[int]) -> None:
+        real(self, slots)
+        for slot in slots:
+            self._waiting.remove(self._request(slot))
+
+    return preempt
+
+
+def without_image(real: Real) -> Real:
+    return lambda self: replace(real(self), resume=None)
 
 
 def without_uid(real: Real) -> Real:
@@ -1267,6 +1321,49 @@ TWINS: dict[str, Twin] = {
     "grants held for a lease": Twin(
         "a process holds what it was granted for 2/3 of a lease from when it sent the renewal",
         (Patch(f"{SERVICE}.store.grants:Grants._attempt", held_since_the_answer),),
+    ),
+    "no compare-and-set": Twin(
+        "a table of owners is replaced only as it was read",
+        (
+            Patch(f"{SERVICE}.store.owning:InStore.replace", replace_what_is_there),
+            Patch(f"{SERVICE}.store.lease:LeaseTable.replace", replace_what_is_there),
+            Patch(f"{SERVICE}.store.etcd:EtcdTable.replace", replace_what_is_there),
+        ),
+    ),
+    "leases by wall clocks": Twin(
+        "a grant ends by a monotonic clock, which no change of the date moves",
+        (Patch(f"{SERVICE}.store.grants:Grants.__init__", by_wall_clocks),),
+    ),
+    "grants without an end": Twin(
+        "what a process was granted ends by its own clock",
+        (Patch(f"{SERVICE}.store.grants:Grants._is_valid", answer(True)),),
+    ),
+    "epochs count from the table": Twin(
+        "an epoch is above those that services report and the index has, not above that of the table alone",
+        (
+            Patch(f"{SERVICE}.store.grants:Grants._new_table", count_from_nothing),
+            Patch(f"{SERVICE}.store.grants:Grants.renew", report_no_epochs),
+            Patch(f"{SERVICE}.replicas.host:ReplicaHost.next_epoch", only_what_the_table_counts),
+        ),
+    ),
+    "preempted requests are forgotten": Twin(
+        "requests that a service does not know after it was replaced are computed again",
+        (
+            Patch("kvplane.scheduling.scheduler:Scheduler._preempt", forget_what_is_preempted),
+            Patch("kvplane_worker.engine.engine:Engine.revival", without_image),
+        ),
+    ),
+    "what is cleared stays claimed": Twin(
+        "a router claims nothing of a replica whose entries have been cleared",
+        (Patch("kvplane_fleet.places:Place._remove_all", do_nothing),),
+    ),
+    "keys outlive their memory": Twin(
+        "no key is hit whose page went with the worker that had it",
+        (
+            Patch(f"{SERVICE}.replicas.stamps:Contents.may_have_pages_of", answer(True)),
+            Patch(f"{SPEC}.replica:Replica.verify_entries", recover_whatever_is_stored),
+            Patch(f"{SPEC}.replica:Replica.end_epoch", keep_what_is_executed),
+        ),
     ),
     "a deleted Lease comes back": Twin(
         "an update of a Lease states its uid, so that it does not create a deleted one again",

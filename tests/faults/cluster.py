@@ -90,8 +90,10 @@ class ServiceRefused(Exception):
 class Service:
     """`kvplane serve`, restarted at one address."""
 
+    host = "127.0.0.1"
+
     def __init__(self, folder: Path, plan: Plan, store: str) -> None:
-        self.address, self.metrics = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
+        self.address, self.metrics = f"{self.host}:{free_port()}", f"{self.host}:{free_port()}"
         self.folder = folder
         self.process: subprocess.Popen[str] | None = None
         self.lives = 0

@@ -72,6 +72,7 @@ class NotedEngine(TrappedEngine):
     ) -> None:
         self._way, self._notes = noted
         self._granted, self._last_ns = (0, ""), time.monotonic_ns()
+        self._began_ns = self._owner = 0  # of the step that is carried out: when it began, and the owner then
         super().__init__(open_session, memory, model, SchedulerConfig(token_budget=64))
 
     def _claim(self, next_seq: int) -> None:
@@ -80,16 +81,16 @@ class NotedEngine(TrappedEngine):
         is_new = self._epoch != self._session.epoch
         super()._claim(next_seq)
         if is_new:
-            self._note_write(began_ns)
+            self._note_write(began_ns, 0)
 
     def reach(self, point: str) -> None:
         super().reach(point)
         if point == ORDERS:
-            self._began_ns = time.monotonic_ns()  # a trap may have stopped it before
+            self._began_ns, self._owner = time.monotonic_ns(), self._group.owner_epoch  # behind a trap
 
     def _carry_out(self, answer: StepResult) -> None:
         super()._carry_out(answer)
-        self._note_write(self._began_ns)
+        self._note_write(self._began_ns, self._owner)
 
     def _note_grant(self) -> None:
         now = self._session.epoch, self._service()
@@ -98,9 +99,9 @@ class NotedEngine(TrappedEngine):
             when = self._last_ns, time.monotonic_ns()  # it was asked for after what was noted last
             self._notes.add(Granted(self._way.replica, now[0], str(os.getpid()), now[1], *when))
 
-    def _note_write(self, began_ns: int) -> None:
+    def _note_write(self, began_ns: int, owner: int) -> None:
         name, memory, self._last_ns = self._way.replica, self._group.incarnation, time.monotonic_ns()
-        self._notes.add(Wrote(name, self._epoch, memory, began_ns, self._last_ns))
+        self._notes.add(Wrote(name, self._epoch, memory, began_ns, self._last_ns, owner))
 
     def _service(self) -> str:
         """The address of the service that has the session."""

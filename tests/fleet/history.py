@@ -5,7 +5,8 @@ which all processes of a machine share and no change of the date moves. Nothing 
 
     grants      an epoch of a replica is granted once, by one service to one engine life; what is asked for after that
                 gets a higher one
-    pages       after an engine life has claimed the pages, no step of an older one that began later is carried out
+    pages       after an engine life has claimed the pages, no step of an older one that began later is carried out;
+                none is carried out of a life that is older than the owner that the pages name
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class Wrote:
     Attributes:
         memory: incarnation of the pages.
         began_ns, ended_ns: when it began, and when it had ended.
+        owner: epoch that owned the pages when it began: a service claims them for a rival, which writes nothing.
     """
 
     replica: str
@@ -52,6 +54,7 @@ class Wrote:
     memory: int
     began_ns: int
     ended_ns: int
+    owner: int = 0
 
 
 Event = TypeVar("Event", Granted, Wrote)
@@ -89,7 +92,18 @@ def violations(events: Iterable[Granted | Wrote]) -> list[str]:
         *_granted_twice(grants),
         *(f"{late} was granted" for late in _late(grants, lambda one: (one.replica, 0))),
         *(f"{late} wrote" for late in _late(writes, lambda one: (one.replica, one.memory))),
+        *(f"epoch {one.epoch} of {one.replica} wrote pages of {one.owner}" for one in writes if one.owner > one.epoch),
     ]
+
+
+def failovers(events: Iterable[Granted | Wrote]) -> int:
+    """How many times the epochs of a replica continued at another service."""
+    grants = sorted((one for one in events if isinstance(one, Granted)), key=lambda one: one.epoch)
+    last, moves = dict[str, str](), 0
+    for one in grants:
+        moves += last.get(one.replica, one.service) != one.service
+        last[one.replica] = one.service
+    return moves
 
 
 def _granted_twice(grants: Sequence[Granted]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,13 +19,16 @@ from kvplane.rpc.channel import open_channel
 from kvplane.sansio.retry import RetryPolicy
 from kvplane_worker.engine.config import MIXED
 from kvplane_worker.process import WorkerOptions
-from tests.client.proxy import CuttingProxy
 from tests.engine.world import Pool
 from tests.faults import cluster
 from tests.faults.cluster import LIMIT_S, Engines, Plan, run_child
-from tests.fleet import engine
+from tests.fleet import engine, network
+from tests.fleet.clocks import WallClock
 from tests.fleet.history import Granted, Notes
-from tests.fleet.tables import Index, Table, table_of
+from tests.fleet.network import start_inside
+from tests.fleet.routers import NAMES as ROUTERS
+from tests.fleet.routers import Routers
+from tests.fleet.tables import Index, table_of
 from tests.worker import children
 from tests.worker.rig import FORKS, Child
 
@@ -40,6 +44,8 @@ class Shape:
     Attributes:
         twin: planted fault of every service and engine; "" = none.
         lease_ms: lease of the services; a call of the table may last a third of it.
+        routers: whether two routers follow the replicas; `router_twin` is their planted fault.
+        network: "namespaces", "proxies", or "" for namespaces where the machine permits them (see network.make).
     """
 
     ownership: str
@@ -47,37 +53,50 @@ class Shape:
     replicas: int = 8
     twin: str = ""
     lease_ms: int = 1500
+    network: str = ""
+    routers: bool = False
+    router_twin: str = ""
 
 
 class Service(cluster.Service):
-    """A service whose links can be held: those of its clients, to the index, and to the table of owners.
+    """A service on a host of its own.
 
-    All services share the link to the index: services whose `store` differs do not share a table of owners.
+    Attributes:
+        name: of the host.
+        front: where clients reach it.
+        clock: its wall clock.
     """
 
-    def __init__(self, folder: Path, shape: Shape, to_index: CuttingProxy, table: Table) -> None:
-        folder.mkdir()
-        self.to_index = to_index
-        self.to_table = CuttingProxy(table.address) if table.address else self.to_index
-        settings = {"owner_lease_ms": shape.lease_ms, **table.settings(self.to_table.address)}
-        super().__init__(
-            folder, Plan("redis", POOL, shape.twin, tuple(settings.items())), f"redis://{self.to_index.address}"
-        )
-        self.front = CuttingProxy(self.address)
-        self._command += ["--set", f"advertise={self.front.address}"]
-        self._variables = table.variables(self.to_table.address)
-
-    @property
-    def links(self) -> list[CuttingProxy]:
-        return [self.front, self.to_index, self.to_table]
+    def __init__(self, name: str, fleet: Fleet) -> None:
+        self.name, self._network, shape, table = name, fleet.network, fleet.shape, fleet.table
+        self.host = self._network.host(name)
+        (folder := fleet.folder / name).mkdir()
+        index = self._network.link(name, network.INDEX, fleet.index.address)
+        owners = self._network.link(name, network.TABLE, table.address) if table.address else index
+        settings = {"owner_lease_ms": shape.lease_ms, **table.settings(owners)}
+        super().__init__(folder, Plan("redis", POOL, shape.twin, tuple(settings.items())), f"redis://{index}")
+        self.front = self._network.link(name, network.CLIENTS, self.address)
+        self._command += ["--set", f"advertise={self.front}"]
+        self.clock = WallClock(folder / "clock")
+        self._variables = {**table.variables(owners), **self.clock.variables}
 
     def start(self) -> None:
         os.environ.update(self._variables)  # the process inherits them
         try:
-            super().start()
+            with self._network.inside(self.name):
+                super().start()
         finally:
             for name in self._variables:
                 del os.environ[name]
+
+    def end_well(self, wait: Callable[[], None]) -> None:
+        """SIGTERM, and `wait` until the process has ended. Raises AssertionError unless it ends without an error."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        until_s = time.monotonic() + LIMIT_S
+        while self.process.poll() is None and time.monotonic() < until_s:
+            wait()
+        assert self.process.poll() == 0, f"a drained service ended with {self.process.poll()}"
 
     def stop(self, stopped: bool) -> None:
         assert self.process is not None
@@ -119,7 +138,8 @@ class Replica:
     def _start(self, target: Callable[..., None], *arguments: object) -> Child:
         ours, theirs = FORKS.Pipe()
         way = cluster.Way(str(self._fleet.logs / f"{self.name}-{target.__name__}"), self._fleet.shape.twin)
-        process = FORKS.Process(target=run_child, args=(theirs, way, target, *arguments), daemon=True)
+        inside = self._fleet.network.path(self.name), run_child
+        process = FORKS.Process(target=start_inside, args=(*inside, theirs, way, target, *arguments), daemon=True)
         process.start()
         theirs.close()
         return Child(process, ours, LIMIT_S)  # the first one imports torch
@@ -140,16 +160,23 @@ class Fleet:
         self.history.mkdir()
         self.logs.mkdir()
         self._stack = ExitStack()
-        self.index = Index(folder / "redis")
+        names = [f"service-{at}" for at in range(shape.services)]
+        replicas = [f"r{at}" for at in range(shape.replicas)]
+        peers = {network.INDEX: "index", network.TABLE: "index" if shape.ownership == "grants" else "table"}
+        clients = [*replicas, *(ROUTERS if shape.routers else ())]
+        hosts = dict.fromkeys([*names, *peers.values(), *clients])
+        self.network, self.network_line = network.make([*hosts], clients, peers, shape.network)
+        self._stack.callback(self.network.close)
+        self.index = Index(folder / "redis", self.network)
         self._stack.callback(self.index.close)
-        self.table = table_of(shape.ownership, folder, self.index)
+        self.table = table_of(shape.ownership, folder, self.index, self.network)
         self._stack.callback(self.table.close)
-        to_index = CuttingProxy(self.index.primary.address)
-        self._stack.callback(to_index.close)
-        self.services = [Service(folder / f"service-{at}", shape, to_index, self.table) for at in range(shape.services)]
-        self.fronts = [service.front.address for service in self.services]
-        self.replicas = [Replica(f"r{at}", self) for at in range(shape.replicas)]
+        self.services = [Service(name, self) for name in names]
+        self.fronts = [service.front for service in self.services]
+        self.replicas = [Replica(name, self) for name in replicas]
+        self.routers = Routers(self, shape.router_twin) if shape.routers else None
         self._notes, self._rivals = Notes(self.history), itertools.count(1)
+        self._counting = threading.Lock()
         self.knocks = self.taken = 0
 
     def start(self) -> None:
@@ -159,6 +186,8 @@ class Fleet:
             self.register(replica, at)
             replica.start_worker()
             replica.engines.begin()
+        if self.routers is not None:
+            self.routers.start()
 
     def register(self, replica: Replica, at: int = 0) -> None:
         """Register a replica, at home at one service, also again after the index was lost."""
@@ -170,30 +199,29 @@ class Fleet:
         """A rival asks one service for a new engine life on other memory, as an engine on another node would. Returns
         why it was refused; "" if it was not.
         """
-        self.knocks += 1
+        with self._counting:
+            self.knocks += 1
         began_ns = time.monotonic_ns()
         once = RetryPolicy(attempts=1)
-        with Client(open_channel(service.front.address)) as client:  # it follows no redirection
+        with Client(open_channel(service.front)) as client:  # it follows no redirection
             try:
                 session = client.session(replica, open_timeout_s=KNOCK_S, retry=once, remember=False)
             except KvplaneError as refused:
                 return f"{type(refused).__name__}: {refused.message}"
             when = began_ns, time.monotonic_ns()
-            self._notes.add(
-                Granted(replica, session.epoch, f"rival {next(self._rivals)}", service.front.address, *when)
-            )
+            self._notes.add(Granted(replica, session.epoch, f"rival {next(self._rivals)}", service.front, *when))
             session.close()
-        self.taken += 1
+        with self._counting:
+            self.taken += 1
         return ""
 
     def repair(self) -> None:
         """Continue what is stopped, restore links, and restart what is dead."""
         self.table.stop(False)
         self.index.stop(False)
+        self.network.restore()
         for service in self.services:
-            for link in service.links:
-                link.hold(False)
-                link.mute(False)
+            service.clock.set(0)
             if service.is_alive:
                 service.stop(False)
             else:
@@ -206,15 +234,17 @@ class Fleet:
                 replica.start_worker()
             else:
                 cluster.resume([replica.worker.pid])
+        if self.routers is not None:
+            self.routers.repair()
 
     def end(self) -> None:
+        if self.routers is not None:
+            self.routers.end()
         for replica in self.replicas:
             for process in (replica.engines.process, replica.worker):
                 if process is not None:
                     process.kill()
         for service in self.services:
-            for link in {*service.links} - {service.to_index}:
-                link.close()
             if service.is_alive:
                 service.kill()
         self._stack.close()

@@ -2,31 +2,45 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import json
 import os
 import signal
+import subprocess
 import time
-from contextlib import ExitStack
+import urllib.request
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from tests.fleet.network import INDEX, TABLE, Network
 from tests.store import apiserver, etcd_server, servers
 
+OPEN = ("--protected-mode", "no")  # without a password, to other hosts
 UNREPLICATED_S = 0.5  # what a failover loses
 
 
 class Index:
-    """A Redis primary and its replica; a failover gives the replica the address of the primary."""
+    """A Redis primary and its replica on one host; a failover gives the replica the address of the primary."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._lives = folder, 0
-        self.primary = servers.Server(folder / "0")
-        self._follow()
+    def __init__(self, folder: Path, network: Network) -> None:
+        self._folder, self._lives, self._network = folder, 0, network
+        with self.here():
+            self.primary = servers.Server(folder / "0", *OPEN)
+            self._follow()
+        self.address = f"{network.host(INDEX)}:{self.primary.port}"
+
+    def here(self) -> AbstractContextManager[None]:
+        """Be on the host inside the block."""
+        return self._network.inside(INDEX)
 
     def _follow(self) -> None:
         self._lives += 1
         at = ("--replicaof", "127.0.0.1", str(self.primary.port))
-        self.replica = servers.Server(self._folder / str(self._lives), *at)
+        self.replica = servers.Server(self._folder / str(self._lives), *OPEN, *at)
         servers.wait_until(self._is_synchronous, "the replica follows")
 
     def _is_synchronous(self) -> bool:
@@ -35,21 +49,17 @@ class Index:
 
     def fail_over(self) -> None:
         """Kill the primary before it replicates its latest writes; its replica takes its place, without them."""
-        with self.replica.client() as client:
-            client.replicaof("NO", "ONE")
-            time.sleep(UNREPLICATED_S)
-            self.primary.kill()
-            client.config_set("port", self.primary.port)
-        self.replica.port, self.primary = self.primary.port, self.replica
-        self._follow()
+        with self.here():
+            with self.replica.client() as client:
+                client.replicaof("NO", "ONE")
+                time.sleep(UNREPLICATED_S)
+                self.primary.kill()
+                client.config_set("port", self.primary.port)
+            self.replica.port, self.primary = self.primary.port, self.replica
+            self._follow()
 
     def stop(self, stopped: bool) -> None:
         _signal(self.primary.process, stopped)
-
-    def lose(self) -> None:
-        """Lose all that is stored."""
-        with self.primary.client() as client:
-            client.flushall()
 
     def close(self) -> None:
         self.primary.kill()
@@ -59,8 +69,10 @@ class Index:
 class Etcd:
     """One etcd that has the table of owners."""
 
-    def __init__(self, folder: Path) -> None:
-        self.server = etcd_server.Etcd(folder)
+    def __init__(self, folder: Path, network: Network) -> None:
+        self._network = network
+        with network.inside(TABLE):
+            self.server = etcd_server.Etcd(folder, network.host(TABLE))
         self.address = self.server.address
 
     def settings(self, address: str) -> dict[str, str]:
@@ -75,7 +87,18 @@ class Etcd:
     def lose(self) -> None:
         """Lose the process, and start it with what it had written."""
         self.server.kill()
-        self.server.start()
+        with self._network.inside(TABLE):
+            self.server.start()
+
+    def forget(self) -> None:
+        """Delete the table."""
+        body = json.dumps({"key": base64.b64encode(b"kvplane/owners").decode()}).encode()
+        servers.wait_until(partial(self._post, "/v3/kv/deleterange", body), "etcd deletes the table")
+
+    def _post(self, path: str, body: bytes) -> bool:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://{self.address}{path}", body, 5) as answer:
+            return bool(answer.status == 200)
+        return False
 
     def close(self) -> None:
         self.server.kill()
@@ -84,11 +107,14 @@ class Etcd:
 class Lease:
     """An API server that has the table of owners in a Lease."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, network: Network) -> None:
         folder.mkdir()
-        self._stack = ExitStack()
+        self._stack, host = ExitStack(), network.host(TABLE)
         certificates = servers.make_certificates(folder).parent
-        self._state, self._endpoint = self._stack.enter_context(apiserver.serving(folder, certificates))
+        _name(certificates, host)
+        with network.inside(TABLE):  # its socket stays there
+            serving = apiserver.serving(folder, certificates, host)
+            self._state, self._endpoint = self._stack.enter_context(serving)
         self.address = str(urlsplit(self._endpoint.url).netloc)
 
     def settings(self, _: str) -> dict[str, str]:
@@ -108,8 +134,24 @@ class Lease:
         with self._state.lock:
             self._state.lease = None
 
+    def forget(self) -> None:
+        """Delete the table."""
+        self.lose()
+
     def close(self) -> None:
         self._stack.close()
+
+
+def _name(certificates: Path, host: str) -> None:
+    """Give the server's certificate another address."""
+    (certificates / "names").write_text(f"subjectAltName=IP:{host}\nauthorityKeyIdentifier=keyid\n")
+    files = "-in server.csr -out server.pem -CA ca.pem -CAkey ca.key -CAcreateserial -extfile names"
+    subprocess.run(
+        ["openssl", "x509", "-req", *files.split(), "-days", "2"],
+        cwd=certificates,
+        check=True,
+        stderr=subprocess.DEVNULL,
+    )
 
 
 class Grants:
@@ -131,6 +173,11 @@ class Grants:
     def lose(self) -> None:
         self._index.fail_over()
 
+    def forget(self) -> None:
+        """Delete the table."""
+        with self._index.here(), self._index.primary.client() as client:
+            client.delete("kvplane:owners")
+
     def close(self) -> None:
         """Nothing: the index is closed by its owner."""
 
@@ -139,11 +186,11 @@ Table = Etcd | Lease | Grants
 OWNERSHIP = ("grants", "lease", "etcd")
 
 
-def table_of(kind: str, folder: Path, index: Index) -> Table:
+def table_of(kind: str, folder: Path, index: Index, network: Network) -> Table:
     """The table of owners of a kind of OWNERSHIP."""
     if kind == "grants":
         return Grants(index)
-    return (Lease if kind == "lease" else Etcd)(folder / kind)
+    return (Lease if kind == "lease" else Etcd)(folder / kind, network)
 
 
 def _signal(process: Any, stopped: bool) -> None:

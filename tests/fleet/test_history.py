@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.fleet.history import Granted, Notes, Wrote, read, violations
+from tests.fleet.history import Granted, Notes, Wrote, failovers, read, violations
 
 A, B = "127.0.0.1:1", "127.0.0.1:2"
 
@@ -33,11 +33,19 @@ def write(epoch: int, began_ns: int, ended_ns: int, memory: int = 1) -> Wrote:
         ([write(2, 2, 4), write(1, 5, 6, memory=2)], 0),
         ([write(3, 0, 1), write(2, 2, 3), write(2, 4, 5)], 2),
         ([write(2, 0, 9), write(1, 9, 10)], 1),
+        ([Wrote("r", 2, 1, 0, 1, owner=1), Wrote("r", 2, 1, 2, 3, owner=2)], 0),
+        ([Wrote("r", 2, 1, 0, 1, owner=3)], 1),
     ],
 )
 def test_rules_of_a_history(events, found):
     assert len(violations(events)) == found
     assert len(violations(reversed(events))) == found, "whatever the order of the files"
+
+
+def test_failovers_are_counted_by_replica():
+    events = [grant(1), grant(2), grant(4, service=B), grant(3), grant(5, replica="q"), grant(6, service=B)]
+    assert failovers(events) == 1
+    assert failovers([*events, grant(7, replica="q", service=B), grant(8)]) == 3
 
 
 def test_what_a_killed_process_noted_is_read(tmp_path):

@@ -136,11 +136,11 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def serving(folder: Path, certificates: Path) -> Iterator[tuple[State, Endpoint]]:
-    """A server for 127.0.0.1 with these certificates (`servers.make_certificates`), and how a pod reaches it."""
+def serving(folder: Path, certificates: Path, host: str = "127.0.0.1") -> Iterator[tuple[State, Endpoint]]:
+    """A server with these certificates (`servers.make_certificates`), and how a pod reaches it."""
     state = State()
     handler = type("Handler", (_Handler,), {"state": state})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server = ThreadingHTTPServer((host, 0), handler)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificates / "server.pem", certificates / "server.key")
     server.socket = context.wrap_socket(server.socket, server_side=True)
@@ -149,7 +149,7 @@ def serving(folder: Path, certificates: Path) -> Iterator[tuple[State, Endpoint]
     token.write_text("first\n")
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
-    url = f"https://127.0.0.1:{server.server_address[1]}"
+    url = f"https://{host}:{server.server_address[1]}"
     try:
         yield state, Endpoint(url, ca=str(certificates / "ca.pem"), token=str(token))
     finally:
