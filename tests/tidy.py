@@ -38,7 +38,7 @@ BROAD_EXCEPT_ALLOWED: dict[str, str] = {
     "service/kvplane_service/rpc/methods.py": "a bug in a handler is logged and ends its call with INTERNAL",
     "gpu_worker/kvplane_kernels/proof.py": "every exception of a trial is the reason for not using the backend",
     "gpu_worker/kvplane_worker/tiers/movers.py": "whatever a job raises fails it, and the thread takes the next one",
-    "gpu_worker/kvplane_worker/rpc/handlers.py": "a bug in a handler is logged and ends its call with INTERNAL",
+    "gpu_worker/kvplane_worker/rpc/server.py": "a bug in a handler is logged and ends its call with INTERNAL",
     "service/kvplane_service/auth/files.py": "a file that changes while the service runs keeps its old content",
     "service/kvplane_service/store/loading.py": "a bug in a read is named to its callers, and raised by supervise",
     "service/kvplane_service/store/record.py": "whatever a forged chunk raises when it is read refuses this chunk",

@@ -1187,7 +1187,7 @@ TWINS: dict[str, Twin] = {
     ),
     "chunk of the longest hit": Twin(
         "a hit has the blocks of the chunk in which it ends",
-        (Patch(f"{SPEC}.managers.chunked:ChunkedLocalManager.find", chunk_of_the_longest_hit),),
+        (Patch(f"{SPEC}.managers.window:ChunkedLocalManager.find", chunk_of_the_longest_hit),),
     ),
     "end aligned twice": Twin(
         "a limit equal to the length of a hit finds this hit",

@@ -59,8 +59,7 @@ def attached_pid(where: str | Path) -> int:
 
 
 def read_stamps(where: str | Path) -> StampTable:
-    """Map the stamp table (the version numbers of the pages' contents) of a worker read-only, for a scheduler whose
-    ranks run in other processes.
+    """Map the stamp table of a worker read-only, for a scheduler whose ranks run in other processes.
 
     A write to the table raises TypeError. Raises NotFound, Unavailable and PermissionDenied as `attach` does.
     """

@@ -74,7 +74,7 @@ class Outcome:
     """The outcome of a transfer or of a checksum.
 
     Attributes:
-        stamps: stamp (version number of the page's content) of each block before the operation.
+        stamps: stamp of each block before the operation.
         discarded: positions in `blocks` whose result is not valid: the stamp was not the expected one, or changed
             during the operation.
         checksums: checksum of each block; empty for transfers.
@@ -111,7 +111,7 @@ def checksum(holdings: Holdings, ops: PageOps, group: int, blocks: Sequence[int]
 
 
 def check_start(holdings: Holdings, order: Transfer, epoch: int) -> None:
-    """Raise an error unless the engine life (time of one epoch) `epoch` may start this transfer now.
+    """Raise an error unless the engine life `epoch` may start this transfer now.
 
     Raises:
         StaleEpoch: this engine life does not own the pages.

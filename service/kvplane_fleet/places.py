@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -12,7 +12,6 @@ from kvplane.base.events import GroupDigest
 from kvplane.base.groups import CommitRule, GroupKind, GroupSpec, MambaMode, ReplicaSpec, TierKind
 from kvplane_core.face.setup import check_spec
 from kvplane_fleet.domains import Domain, DomainProof
-from kvplane_fleet.expected import Expected
 from kvplane_fleet.faults import Fault, Faults
 from kvplane_fleet.hits import Asked, HitRule
 from kvplane_fleet.index import Index
@@ -34,10 +33,55 @@ from kvplane_fleet.wire.events import (
 from kvplane_fleet.wire.msgpack import BatchDecoder
 
 Watcher = Callable[[str, Event], None]  # takes the place's name and what was applied
+MAX_KEYS = 1 << 20  # of a place; a prompt beyond it is not expected
 MAX_ENTRIES = 1 << 22  # of a place: at 60 bytes each, 250 MB
 _WINDOWS = (GroupKind.SLIDING_WINDOW, GroupKind.SLIDING_WINDOW_MLA)
 _MAX_MODEL_LEN = 1 << 20
 _UNCACHED = frozenset(("encoder_only_attention", "cross_attention"))
+
+
+class Expected:
+    """The expected entries of one place."""
+
+    def __init__(self, index: Index | NativeIndex) -> None:
+        self._index = index
+        self._cells: dict[int, int] = {}
+        self._prompts: dict[str, Mapping[int, Sequence[int]]] = {}
+        self._num_keys = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._prompts)
+
+    def cells(self, groups: Sequence[int]) -> list[int]:
+        """Return the cells of groups."""
+        return [self._cell(group) for group in groups]
+
+    def add(self, name: str, keys: Mapping[int, Sequence[int]]) -> None:
+        """Expect the keys of a prompt, by group, unless they are too many or its name is known."""
+        number = sum(map(len, keys.values()))
+        if name in self._prompts or self._num_keys + number > MAX_KEYS:
+            return
+        self._prompts[name] = keys
+        self._num_keys += number
+        for group, each in keys.items():
+            self._index.add(self._cell(group), each)
+
+    def forget(self, name: str) -> None:
+        """Expect a prompt no longer."""
+        for group, each in self._prompts.pop(name, {}).items():
+            self._num_keys -= len(each)
+            self._index.remove(self._cells[group], each)
+
+    def release(self) -> None:
+        """Forget all prompts, and give the cells back to the index."""
+        for cell in self._cells.values():
+            self._index.release(cell)
+        self._cells, self._prompts, self._num_keys = {}, {}, 0
+
+    def _cell(self, group: int) -> int:
+        if group not in self._cells:
+            self._cells[group] = self._index.new_cell()
+        return self._cells[group]
 
 
 @dataclass(frozen=True, slots=True)

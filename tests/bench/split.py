@@ -25,7 +25,7 @@ from kvplane.base.layers import Layer
 from kvplane.base.sources import LayerSource
 from kvplane.base.step import Part
 from kvplane.v1 import allocation_pb2 as pb
-from kvplane.wire.sources import encode_layer_source
+from kvplane.wire.unary import encode_layer_source
 from kvplane_core.face import loader
 from kvplane_plan.models.catalogue import model_named
 from kvplane_plan.models.shapes import ModelOptions

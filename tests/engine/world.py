@@ -19,7 +19,7 @@ from kvplane.blocking.session import Session
 from kvplane.session.options import draw_nonce
 from kvplane.session.reopening import Revival
 from kvplane.v1 import allocation_pb2 as pb
-from kvplane.wire.sources import encode_layer_source
+from kvplane.wire.unary import encode_layer_source
 from kvplane_core.face import inspect
 from kvplane_kernels.interface import PagedOps
 from kvplane_kernels.torch_ops import TorchOps

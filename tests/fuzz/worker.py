@@ -22,7 +22,7 @@ from google.rpc import code_pb2
 from kvplane.v1 import worker_pb2 as pb
 from kvplane_worker.lending.rundir import RunDir
 from kvplane_worker.lending.writer import ProcessName
-from kvplane_worker.rpc.handlers import service_handler
+from kvplane_worker.rpc.server import service_handler
 from kvplane_worker.rpc.servicer import WorkerServicer
 from tests.worker.test_fuzz import TOKEN, bytes_of, serve_rank
 

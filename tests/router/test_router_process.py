@@ -30,7 +30,7 @@ from kvplane_fleet.domains import keys_of
 from kvplane_fleet.router.messages import pack_keys
 from kvplane_service.auth.tokens import line_of, new_token
 from kvplane_service.config import Config
-from kvplane_service.runtime.files import OTHER_FILES
+from kvplane_service.runtime.interpreter import OTHER_FILES
 from kvplane_tools.cli import app
 from tests.router.engine import DOMAIN, EngineProcess, batches
 from tests.store.servers import free_port

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from kvplane_service.runtime.files import OTHER_FILES
+from kvplane_service.runtime.interpreter import OTHER_FILES
 
 RUN = """
 import logging, resource, sys
-from kvplane_service.runtime.files import allow_connections
+from kvplane_service.runtime.interpreter import allow_connections
 soft, hard, most = map(int, sys.argv[1:])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 logging.basicConfig(stream=sys.stdout, format="%(message)s")

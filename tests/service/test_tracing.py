@@ -21,8 +21,7 @@ from kvplane.base.errors import InvalidArgument
 from kvplane.base.requests import Allocate, Content
 from kvplane.base.sections import Prefetch, Retain
 from kvplane.base.step import Part, PartResult, Step, StepResult
-from kvplane.base.trace import TraceContext, is_sampled, parse_traceparent
-from kvplane.sansio.tracing import current_traceparent
+from kvplane.base.trace import TraceContext, current_traceparent, is_sampled, parse_traceparent
 from kvplane_service.config import Config
 from kvplane_service.decisions.log import Decision
 from kvplane_service.telemetry.ops import MAX_PACKED_CHARS, pack, unpack

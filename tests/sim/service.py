@@ -22,8 +22,8 @@ from kvplane_service.decisions import log as decisions
 from kvplane_service.registry import Entry, Registration, Registry, UnknownReplica
 from kvplane_service.replicas.events import Batch, Subscription
 from kvplane_service.replicas.host import ReplicaHost, new_replica
+from kvplane_service.replicas.host_state import ReplicaState
 from kvplane_service.replicas.idle_check import IdleCheck, check_in_background
-from kvplane_service.replicas.states import ReplicaState
 from kvplane_service.rpc.allocation import AllocationServicer
 from kvplane_service.rpc.claims import CLAIM_TIMEOUT_S, ClaimedPages
 from kvplane_service.rpc.methods import CallHooks, service_handler

@@ -13,12 +13,11 @@ from kvplane_service.config import Config
 from kvplane_service.registry import Registration, Registry, UnknownReplica
 from kvplane_service.replicas.host import ReplicaState
 from kvplane_service.store.errors import StoreUnavailable
-from kvplane_service.store.expiry import expire_all
 from kvplane_service.store.keeper import Entropy, Keeper
 from kvplane_service.store.memory import MemoryStore
 from kvplane_service.store.offloaded import Offloaded
 from kvplane_service.store.owners import StoreOwners
-from kvplane_service.store.ownership import Ownership
+from kvplane_service.store.ownership import Ownership, expire_all
 from kvplane_service.store.record import REGISTRATION, seal, unseal
 from kvplane_service.store.registration import ReplicaRecord, pack_record, unpack_record
 from kvplane_service.store.sqlite import SqliteStore

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvplane_vllm.tiers.filled import Filled
-from kvplane_vllm.tiers.shadows import Shadow
+from kvplane_vllm.tiers.shadows import Filled, Shadow
 
 UNIT, REQUESTS, STEPS = 4, 12, 600
 

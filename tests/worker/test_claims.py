@@ -23,7 +23,7 @@ from kvplane_worker.attach import read_stamps
 from kvplane_worker.lending.rundir import RunDir
 from kvplane_worker.lending.writer import ProcessName
 from kvplane_worker.rpc.callers import Caller
-from kvplane_worker.rpc.handlers import service_handler
+from kvplane_worker.rpc.server import service_handler
 from tests.service.rig import NONCES, Stream
 from tests.worker.rig import World, world
 

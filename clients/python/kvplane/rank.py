@@ -24,11 +24,9 @@ class Moves(Protocol):
 
     def have_ended(self) -> bool:
         """Return whether the device has completed all of these calls, without waiting."""
-        ...
 
     def wait(self) -> None:
         """Wait until the device has completed all of these calls."""
-        ...
 
 
 class PageMover(Protocol):
@@ -43,19 +41,15 @@ class PageMover(Protocol):
     @property
     def num_groups(self) -> int:
         """The number of KV cache groups."""
-        ...
 
     def zero(self, group: int, blocks: Sequence[int]) -> None:
         """Set every byte of the blocks to 0."""
-        ...
 
     def copy(self, group: int, src: Sequence[int], dst: Sequence[int]) -> None:
         """Copy block src[i] to dst[i], in order: a later copy may read what an earlier one wrote."""
-        ...
 
     def moves(self) -> Moves | None:
         """Return a handle of all calls of `zero` and `copy` so far; None if each call is complete when it returns."""
-        ...
 
 
 class CallersMoves:
@@ -165,8 +159,8 @@ class Rank:
         self._stamps.claim(epoch, next_seq)
 
     def carry_out(self, epoch: int, seq: int, part: int, orders: Orders) -> None:
-        """Write the stamps (page version numbers), zero the pages and copy the pages that a part of a step orders. The
-        device may still zero and copy pages when this returns.
+        """Write the stamps, zero the pages and copy the pages that a part of a step orders. The device may still zero
+        and copy pages when this returns.
 
         Raises:
             StaleEpoch: `epoch` is not the epoch that owns the pages.
@@ -230,8 +224,7 @@ class Rank:
             self._stamps.moves_ended(min([through, *(one.seq - 1 for one in self._moving if one.epoch == owner)]))
 
     def launches_ended(self) -> None:
-        """Record that no launch is running on this rank, neither of this engine life (the time of one epoch) nor of
-        earlier ones.
+        """Record that no launch is running on this rank, neither of this engine life nor of earlier ones.
 
         A load, a transfer into pages from outside, requires this record in a new engine life, since launches of the
         previous life may still write the load's pages, and transfers are not ordered after launches. The call is not
@@ -256,12 +249,11 @@ class Rank:
         """Set the stamps (version numbers) of pages to 0, before a launch for which the service's answer is missing
         overwrites these pages.
 
-        `blocks` must contain all pages that this launch and later launches of this engine life (the time of one epoch)
-        may write. A new engine life keeps no prefix cache key of these pages, even if only one rank invalidated them.
-        From now on the rank refuses orders of this engine life, since an answer that arrives late describes the pages
-        as they were before the launch. Begin a new life with the stamps of `RankGroup.agreed_stamps`, and leave
-        requests that hold an invalidated page out of its image (`Revival.resume`). `invalidate` may be called again
-        with more pages.
+        `blocks` must contain all pages that this launch and later launches of this engine life may write. A new engine
+        life keeps no prefix cache key of these pages, even if only one rank invalidated them. From now on the rank
+        refuses orders of this engine life, since an answer that arrives late describes the pages as they were before
+        the launch. Begin a new life with the stamps of `RankGroup.agreed_stamps`, and leave requests that hold an
+        invalidated page out of its image (`Revival.resume`). `invalidate` may be called again with more pages.
 
         Do not call `invalidate` while a method of the session runs: the session may have read the stamps already and
         may begin a new life with them.
@@ -375,9 +367,7 @@ class RankGroup:
         return all(_may_load(table, epoch, seq, part, load_after) for table in self._tables)
 
     def agreed_stamps(self) -> tuple[int, ...]:
-        """Return one stamp (version number of the page's content) per block, 0 where the ranks differ; for
-        `OpenRequest.stamp_table`.
-        """
+        """Return one stamp per block, 0 where the ranks differ; for `OpenRequest.stamp_table`."""
         return agreed_stamps([table.reading() for table in self._tables])
 
 

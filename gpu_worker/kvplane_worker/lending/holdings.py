@@ -1,6 +1,4 @@
-"""The memory of a worker: the pages of one rank, their stamp table (version numbers of the pages' contents), and a
-staging buffer on the host.
-"""
+"""The memory of a worker: the pages of one rank, their stamp table, and a staging buffer on the host."""
 
 from __future__ import annotations
 
@@ -71,8 +69,8 @@ class Holdings(AbstractContextManager["Holdings"]):
 
     @classmethod
     def allocate(cls, plan: RankPlan, device: str, place: RunDir, staging_bytes: int, num_slots: int = 0) -> Holdings:
-        """Allocate zeroed pages, a stamp table (page version numbers), a staging buffer and, for tiers of this number
-        of slots, a job table, with a new incarnation (a random number that identifies the memory).
+        """Allocate zeroed pages, a stamp table, a staging buffer and, for tiers of this number of slots, a job table,
+        with a new incarnation (a random number that identifies the memory).
 
         Raises:
             OutOfMemory: the device or the host has too little memory; `metadata` has the bytes needed and free, and the

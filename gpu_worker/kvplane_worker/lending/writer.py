@@ -45,11 +45,9 @@ class Watched(Protocol):
 
     def has_exited(self) -> bool:
         """Return whether the process has exited, so that it can no longer write."""
-        ...
 
     def close(self) -> None:
         """Stop watching the process and release its file descriptor."""
-        ...
 
 
 class Writer:

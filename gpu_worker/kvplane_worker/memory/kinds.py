@@ -24,17 +24,14 @@ class Memory(Protocol):
     @property
     def handle(self) -> MemoryHandle:
         """The handle with which other processes map the memory."""
-        ...
 
     def tensor(self) -> Tensor:
         """Return a view of the bytes as a uint8 tensor [size_bytes]."""
-        ...
 
     def close(self, lent: bool = False) -> None:
         """Free or unmap the memory. With `lent`, memory that this process allocated is not freed until this process and
         the process that maps the memory have exited.
         """
-        ...
 
 
 def check_device(device: str) -> None:

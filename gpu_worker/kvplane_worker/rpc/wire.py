@@ -48,9 +48,7 @@ def decode_handle(message: pb.MemoryHandle) -> MemoryHandle:
 
 
 def encode_attached(holdings: Holdings, stamps_only: bool) -> pb.AttachResponse:
-    """Return the message with which an engine maps a worker's memory; with `stamps_only` only the stamp table (page
-    version numbers).
-    """
+    """Return the message with which an engine maps a worker's memory; with `stamps_only` only the stamp table."""
     handles = holdings.handles
     message = pb.AttachResponse(
         stamps=encode_handle(handles.stamps),
@@ -73,8 +71,8 @@ def decode_attached(message: pb.AttachResponse) -> tuple[RankPlan, Handles]:
 
 
 def encode_claimed(holdings: Holdings, busy: Sequence[int]) -> pb.ClaimResponse:
-    """Return the answer to a claim, with which a new epoch becomes the pages' owner: the stamp table (page version
-    numbers), and the blocks that the running transfer writes.
+    """Return the answer to a claim, with which a new epoch becomes the pages' owner: the stamp table, and the blocks
+    that the running transfer writes.
     """
     stamps = holdings.stamps
     return pb.ClaimResponse(

@@ -3,12 +3,9 @@
 
 #include "eviction.h"
 #include "lookup.h"
-#include "managers/chunked.h"
-#include "managers/cross.h"
 #include "managers/full.h"
 #include "managers/mamba.h"
-#include "managers/ring.h"
-#include "managers/uncached_state.h"
+#include "managers/uncached.h"
 #include "managers/window.h"
 
 namespace kvplane {

@@ -393,23 +393,6 @@ class ImageReader {
         }
     }
 
-    static bool IsUtf8(std::span<const uint8_t> raw) {
-        for (size_t at = 0; at < raw.size();) {
-            const uint8_t first = raw[at];
-            const size_t more = first < 0x80 ? 0 : first < 0xE0 ? 1 : first < 0xF0 ? 2 : 3;
-            uint32_t point = more == 0 ? first : first & (0x3F >> more);
-            if ((more && first < 0xC2) || first > 0xF4 || at + more >= raw.size()) return false;
-            for (size_t next = at + 1; next <= at + more; ++next) {
-                if (raw[next] >> 6 != 2) return false;
-                point = point << 6 | (raw[next] & 0x3F);
-            }
-            const uint32_t least = more < 2 ? 0 : more == 2 ? 0x800 : 0x10000;
-            if (point < least || point > 0x10FFFF || (point >= 0xD800 && point < 0xE000)) return false;
-            at += more + 1;
-        }
-        return true;
-    }
-
     std::span<const uint8_t> raw_;
     Pairs& domains_;
     size_t at_ = 0;

@@ -7,7 +7,6 @@
 #include "pool_events.h"
 #include "retained.h"
 #include "split.h"
-#include "stamps.h"
 
 namespace kvplane {
 

@@ -9,6 +9,8 @@ namespace kvplane {
 struct Hashes {
     const uint8_t* data = nullptr;
     size_t size = 0;
+
+    operator std::span<const uint8_t>() const { return {data, size}; }
 };
 
 // Token ids.

@@ -175,4 +175,43 @@ struct Spec {
     }
 };
 
+// Whether bytes are UTF-8, without surrogates and in the shortest form.
+inline bool IsUtf8(std::span<const uint8_t> text) {
+    constexpr uint32_t kLeast[] = {0, 0, 0x80, 0x800, 0x10000};
+    const uint8_t* at = text.data();
+    const uint8_t* const end = at + text.size();
+    while (at != end) {
+        const uint8_t first = *at++;
+        if (first < 0x80) continue;
+        const int size = first >= 0xf0 ? 4 : first >= 0xe0 ? 3 : 2;
+        if (first < 0xc2 || first > 0xf4 || end - at < size - 1) return false;
+        uint32_t letter = first & (0x7fu >> size);
+        for (int more = 1; more < size; ++more, ++at) {
+            if (*at >> 6 != 2) return false;
+            letter = letter << 6 | (*at & 0x3f);
+        }
+        if (letter < kLeast[size] || letter > 0x10ffff || (letter >= 0xd800 && letter < 0xe000)) return false;
+    }
+    return true;
+}
+
+// -- stamps: version numbers of the contents of blocks, see `kvplane.base.stamps` -------------------------------------
+
+constexpr int kCounterBits = 32, kEpochBits = 24;
+constexpr uint64_t kMaxCounter = (uint64_t{1} << kCounterBits) - 1;
+
+// The order in which stamps are issued: epoch, generation, counter.
+inline uint64_t EpochOf(uint64_t stamp) { return stamp >> kCounterBits & ((uint64_t{1} << kEpochBits) - 1); }
+inline uint64_t InTime(uint64_t stamp) {
+    const uint64_t epoch = EpochOf(stamp);
+    const uint64_t generation = stamp >> (kCounterBits + kEpochBits);
+    return epoch << (64 - kEpochBits) | generation << kCounterBits | (stamp & kMaxCounter);
+}
+
+// The stamps that a memory has, by block, then by slot of the tiers; none: no key is confirmed.
+struct Shown {
+    const uint64_t* stamps = nullptr;
+    size_t size = 0;
+};
+
 }  // namespace kvplane

@@ -92,26 +92,6 @@ inline bool ReadValue(const Field& field, SingleChoice choice) {
     return field.kind == kVarint && field.value <= static_cast<uint64_t>(choice.highest);
 }
 
-// Whether bytes are UTF-8, without surrogates and in the shortest form.
-inline bool IsUtf8(Hashes text) {
-    constexpr uint32_t kLeast[] = {0, 0, 0x80, 0x800, 0x10000};
-    const uint8_t* at = text.data;
-    const uint8_t* const end = at + text.size;
-    while (at != end) {
-        const uint8_t first = *at++;
-        if (first < 0x80) continue;
-        const int size = first >= 0xf0 ? 4 : first >= 0xe0 ? 3 : 2;
-        if (first < 0xc2 || first > 0xf4 || end - at < size - 1) return false;
-        uint32_t letter = first & (0x7fu >> size);
-        for (int more = 1; more < size; ++more, ++at) {
-            if (*at >> 6 != 2) return false;
-            letter = letter << 6 | (*at & 0x3f);
-        }
-        if (letter < kLeast[size] || letter > 0x10ffff || (letter >= 0xd800 && letter < 0xe000)) return false;
-    }
-    return true;
-}
-
 inline bool ReadValue(const Field& field, Texts texts) {
     if (field.kind != kLength || !IsUtf8(field.bytes)) return false;
     texts.entries->emplace_back(reinterpret_cast<const char*>(field.bytes.data), field.bytes.size);

@@ -26,16 +26,15 @@ class CommonCore:
         busy: Iterable[int] = (),
         memory_is_new: bool = False,
     ) -> int:
-        """Begin a new engine life (the time of one epoch): free all requests, and keep keys whose content is still in
-        memory.
+        """Begin a new engine life: free all requests, and keep keys whose content is still in memory.
 
         Blocks that a load of the ended life may still write are held until a step names them in `Cache.loads_over`.
 
         Args:
             epoch: number of the new life, above the current one.
-            stamp_table: stamps (version numbers of contents) of the page memory, one per block, then the versions of
-                the slots of tiers. A key is kept if the stamp of its block is that of the pool, and the step that
-                registered the key was executed. Empty: no key is kept.
+            stamp_table: stamps of the page memory, one per block, then the versions of the slots of tiers. A key is
+                kept if the stamp of its block is that of the pool, and the step that registered the key was executed.
+                Empty: no key is kept.
             busy: further blocks that a load of an earlier life may still write, as movers and the engine report.
             memory_is_new: the pages were allocated again, so no load of an earlier life writes to them.
 
@@ -53,11 +52,11 @@ class CommonCore:
         stored: Iterable[Entries],
         busy: Iterable[int] = (),
     ) -> RecoveryOutcome:
-        """Begin the first engine life (time of one epoch) of this object, on page memory that an earlier core managed.
+        """Begin the first engine life of this object, on page memory that an earlier core managed.
 
         Args:
             epoch: a number above every epoch in which stamps were issued for this memory.
-            tables: for each rank, the stamps (version numbers of contents) in its memory, one per block.
+            tables: for each rank, the stamps in its memory, one per block.
             stored: what a store has of the results of `entries`, in any order.
             busy: as in `begin_epoch`.
         """

@@ -48,7 +48,7 @@ class RecoveryOutcome:
 
     Attributes:
         kept: rows that are keys of the pool now.
-        unproven: rows whose stamp (version number of the content) is not that of their block in the page memory.
+        unproven: rows whose stamp is not that of their block in the page memory.
         repeated: rows whose key the block already has.
         impossible: rows with a block, group or digest size that the pool does not have.
     """
@@ -67,8 +67,8 @@ class RecoveredState:
         outcome: how many rows were recovered or not, for logs and metrics.
         epoch: the highest epoch of any stamp in the memory.
         stored_epoch: the highest epoch of any stamp in the entries, proven or not.
-        stamp, key_tokens: by block, its stamp (version number of its content) and the tokens of the prefix that its
-            primary key names; 0 for blocks without a key.
+        stamp, key_tokens: by block, its stamp and the tokens of the prefix that its primary key names; 0 for blocks
+            without a key.
         names: (domain, group) of keys, by number.
         pair, block, digest: per primary key, the number of its name, its block and its digest; a block has one row at
             most, and several blocks may have the same key.
@@ -154,7 +154,7 @@ def verify_entries(shape: PoolShape, tables: Sequence[Sequence[int]], stored: It
 
     Args:
         shape: the properties of the pool.
-        tables: for each rank, the stamps (version numbers of contents) in its memory, one per block.
+        tables: for each rank, the stamps in its memory, one per block.
         stored: the entries in any order; if two name a primary key for the same block, the first one is taken.
     """
     entries, pairs = list(stored), Pairs()
@@ -237,7 +237,7 @@ def _are_possible(rows: _Rows, pairs: Pairs, shape: PoolShape) -> Mask:
 
 
 def _are_proven(rows: _Rows, shown: list[Words], shape: PoolShape) -> Mask:
-    """Return a mask: which rows have the same stamp (version number of the content) as the memory of every rank.
+    """Return a mask: which rows have the same stamp as the memory of every rank.
 
     The stamp must also be newer than the last reset that is recorded in the memory of any rank. Rows of reserved blocks
     are always false, since reserved blocks must not have keys.
@@ -272,8 +272,8 @@ def _first_rows(rows: _Rows, num_blocks: int) -> Ints:
 def _without_doubles(first: _Rows, others: _Rows) -> tuple[_Rows, _Rows]:
     """Remove the rows of all blocks whose stamp another block has too.
 
-    No stamp (version number of a content) is issued twice, so equal stamps of two blocks show that the page memory is
-    wrong about at least one of them.
+    No stamp is issued twice, so equal stamps of two blocks show that the page memory is wrong about at least one of
+    them.
     """
     stamps = np.sort(first.stamp)
     double = stamps[1:][stamps[1:] == stamps[:-1]]

@@ -181,8 +181,7 @@ class FactApplier:
             tier.set_peer(slot, (domain, group, digest), version)
 
     def _evict(self, block: int) -> bool:
-        """Drop the keys of a block, and give the block a new stamp (version number of its content); returns whether it
-        had keys.
+        """Drop the keys of a block, and give the block a new stamp; returns whether it had keys.
 
         A block without keys also gets a new stamp, because a store may still have a key with the old one.
         """

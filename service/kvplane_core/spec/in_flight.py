@@ -430,8 +430,7 @@ class InFlightTracker:
             self.release_later(copies, seq if self._safe else 0)
 
     def abandon(self) -> None:
-        """Release the blocks of all requests at the end of an engine life (the time of one epoch): its steps in flight
-        will not be executed.
+        """Release the blocks of all requests at the end of an engine life: its steps in flight will not be executed.
 
         The records, and the list of blocks that a load may still write, are kept until `close`.
         """
@@ -451,9 +450,7 @@ class InFlightTracker:
         pool.release(self._blocks.take_copies())
 
     def close(self) -> list[int]:
-        """Clear all records of an ended engine life (the time of one epoch); returns the blocks that its loads may
-        still write, ascending.
-        """
+        """Clear all records of an ended engine life; returns the blocks that its loads may still write, ascending."""
         busy = sorted(self.under_load)
         self.under_load.clear()
         for book in (self.grants, self.tentative, self.adoptions, self.filling):

@@ -1,13 +1,14 @@
 """The invariants of a replica's state. The check changes nothing.
 
-The invariants hold after every step, and between the parts of the work that begins an engine life (the time of one
-epoch). Steps may be in flight at these times: what they granted, registered and adopted is part of the checked state.
+The invariants hold after every step, and between the parts of the work that begins an engine life. Steps may be in
+flight at these times: what they granted, registered and adopted is part of the checked state.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
+from itertools import chain
 
 from kvplane.base.groups import CommitRule
 from kvplane_core.face.interface import BrokenInvariant
@@ -17,7 +18,8 @@ from kvplane_core.spec.in_flight import Stay
 from kvplane_core.spec.pool import BlockPool
 from kvplane_core.spec.split import SplitPool
 from kvplane_core.spec.state_entries import Core
-from kvplane_core.spec.tiers.invariants import faults
+from kvplane_core.spec.tiers.tier import Tier
+from kvplane_core.spec.tiers.tiers import MAX_VERSION, Tiers
 
 _NO_SLOT = -1
 
@@ -180,7 +182,7 @@ def _check_further_keys(replica: Core) -> None:
 
 
 def _check_key_columns(replica: Core) -> None:
-    """Check that a block with a key has a prefix length and a stamp (version number of its content).
+    """Check that a block with a key has a prefix length and a stamp.
 
     A key whose step is not executed must be in the record of this step.
     """
@@ -212,7 +214,7 @@ def _tentative_blocks(replica: Core) -> set[tuple[int, int]]:
 
 
 def _check_stamps(pool: BlockPool) -> None:
-    """Check that no two blocks have the same stamp (version number of a content)."""
+    """Check that no two blocks have the same stamp."""
     block_of: dict[int, int] = {}
     for block, stamp in enumerate(pool.stamp):
         if stamp and block_of.setdefault(stamp, block) != block:
@@ -341,3 +343,75 @@ def _check_records(replica: Core) -> None:
     fences = [fence for fence, _ in tracker.waiting]
     if fences and not (executed < fences[0] and max(fences) <= last):
         raise BrokenInvariant("fences", f"fences {fences[:9]}, {executed} executed")
+
+
+def faults(tiers: Tiers, keyed: set[int]) -> Iterator[str]:
+    """Yield what contradicts itself. `keyed`: those blocks of loads that have a key."""
+    for tier in tiers.each:
+        written = [write for write in tiers.jobs.writes() if write.tier == tier.number]
+        yield from _faults_of_slots(tier, [write.slot for write in written])
+        yield from _faults_of_keys(tier, tiers.last_job)
+        yield from _faults_of_retained(tier)
+        most = tiers.ids.start if not tier.number else tiers.each[tier.number - 1].num_slots
+        if any(not 0 <= place < most for place in tier.wanted.version):
+            yield f"tier {tier.number}: wants {len(tier.wanted)} places, below {most}"
+        if not tier.wanted.is_early and (len(tier.wanted) or tier.wanted.recent):
+            yield f"tier {tier.number}: wants something early with the policy {tier.wanted.policy.value}"
+        if any(slot in tier.key or not 0 <= slot < tier.num_slots for slot in tier.stale):
+            yield f"tier {tier.number}: a slot has a key, and holds what no key names"
+        if sorted(tier.writing) != sorted({write.key for write in written}):
+            yield f"tier {tier.number}: {len(tier.writing)} keys are being written, by {len(written)} jobs"
+        rows = [row.source for load in tiers.jobs.loads.values() for row in load.rows]
+        if tier.pins != Counter(source.slot for source in rows if source.tier == tier.number):
+            yield f"tier {tier.number}: the pins are not those of the loads in flight"
+    if tiers.depth != len(tiers.each):
+        yield f"look-ups search {tiers.depth} of {len(tiers.each)} tiers"
+    for slot, job in tiers.loading.items():
+        load = tiers.jobs.loads.get(job)
+        if load is None or load.request != slot:
+            yield f"slot {slot} waits for load {job}, which is not in flight"
+    if keyed:
+        yield f"loads in flight fill blocks {sorted(keyed)[:9]}, which have keys"
+    jobs = [*tiers.jobs.loads, *tiers.jobs.saves, *tiers.jobs.moves]
+    if len(set(jobs)) != len(jobs) or any(job > tiers.last_job for job in jobs):
+        yield f"two jobs have one number, or one above the last, {tiers.last_job}"
+
+
+def _faults_of_slots(tier: Tier, written: list[int]) -> Iterator[str]:
+    only_pinned = [slot for slot in tier.pins if slot not in tier.key]
+    seen, count = bytearray(tier.num_used), 0
+    for slot in chain(tier.free, tier.key, written, only_pinned):
+        if not 0 <= slot < tier.num_used or seen[slot]:
+            yield f"tier {tier.number}: slot {slot} has two states, or was never used"
+            return
+        seen[slot] = True
+        count += 1
+    if count != tier.num_used and not tier.is_of_peers:
+        yield f"tier {tier.number}: {tier.num_used} slots were used, {count} have a state"
+
+
+def _faults_of_keys(tier: Tier, last_job: int) -> Iterator[str]:
+    last = MAX_VERSION if tier.is_of_peers else last_job
+    count, held = 0, [0] * len(tier.uses)
+    for key, slot in tier.in_order():
+        held[key[1]] += 1
+        if tier.key.get(slot) != key or not 0 < tier.version.get(slot, 0) <= last:
+            yield f"tier {tier.number}: slot {slot} has another key than the one that leads to it, or no version"
+        count += 1
+    if count != len(tier.key) or count != len(tier.version):
+        yield f"tier {tier.number}: {count} keys lead to {len(tier.key)} slots"
+    if held != [use.held for use in tier.uses]:
+        yield f"tier {tier.number}: the groups have {held} blocks, counted {[use.held for use in tier.uses]}"
+
+
+def _faults_of_retained(tier: Tier) -> Iterator[str]:
+    """Exactly the keys that are retained here, and are no shadows, are in the lists of their priorities."""
+    slots = list(tier.retained)
+    if sorted(slots) != sorted(tier.kept.values()) or len(slots) != tier.num_retained:
+        yield f"tier {tier.number}: {len(tier.kept)} keys are retained, in {len(slots)} slots of {tier.num_retained}"
+    expected = {slot: tier.priority_of(key) for key, slot in chain(tier.recent.items(), tier.kept.items())}
+    if {slot: priority for slot, priority in expected.items() if priority is not None} != tier.retained.priority:
+        yield f"tier {tier.number}: slots {slots[:9]} are retained, expected {list(expected.items())[:9]}"
+    used = tier.used_by_owners()
+    if any(count > tier.most_retained for count in used):
+        yield f"tier {tier.number}: owners retain {used} keys, each at most {tier.most_retained}"

@@ -1,4 +1,4 @@
-"""The block pool of one replica: reference counts, keys and stamps (version numbers of contents) of all blocks.
+"""The block pool of one replica: reference counts, keys and stamps of all blocks.
 
 Columns have one entry per block id. A block is free (no reference) or held; in both cases it may have keys, under which
 look-ups find it. Several requests may hold the same block. Several blocks may have the same key: a request that
@@ -291,7 +291,7 @@ class BlockPool:
         return True
 
     def clear(self) -> None:
-        """Remove all keys of all blocks, and give these blocks a new stamp (version number). Emits no events."""
+        """Remove all keys of all blocks, and give these blocks a new stamp. Emits no events."""
         for block in self.keyed():
             self.unregister(block)
             self.restamp(block)
@@ -303,9 +303,8 @@ class BlockPool:
     def drop_unproven(self, shown: Sequence[int]) -> None:
         """Drop the keys whose content the page memory does not have any more; the others count as executed.
 
-        `shown`: by block, the stamp (version number of the content) in the memory. The memory has the content if this
-        is the stamp of the pool and was issued after the last reset of the memory, and if the step that registered the
-        key is executed.
+        `shown`: by block, the stamp in the memory. The memory has the content if this is the stamp of the pool and was
+        issued after the last reset of the memory, and if the step that registered the key is executed.
         """
         for block in self.keyed():
             proven = block < len(shown) and shown[block] == self.stamp[block]

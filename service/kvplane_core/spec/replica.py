@@ -149,8 +149,7 @@ class Replica(CommonCore):
     def install_recovered(self, state: RecoveredState) -> RecoveryOutcome:
         """Do the second part of `recover`: install the result of `verify_entries` in this unused replica.
 
-        The third part is `enter_epoch`: requests may resume with the blocks whose stamps (version
-        numbers of contents) it is given.
+        The third part is `enter_epoch`: requests may resume with the blocks whose stamps it is given.
         """
         assert not self.requests.slots(), "only an unused replica can recover"
         self._pool.install(state)

@@ -1,4 +1,4 @@
-"""Resumes requests of an earlier engine life (time of one epoch) with the blocks that they had.
+"""Resumes requests of an earlier engine life with the blocks that they had.
 
 The engine sends these in an image (`Part.resume`): its running and held requests with their block tables.
 
@@ -6,8 +6,8 @@ The engine sends these in an image (`Part.resume`): its running and held request
     apply    installs tables, references and counts; drops keys that do not match the content of their page
 
 An accepted image cannot violate the invariants of the pool, whatever an engine sends: a block is in two tables only
-where it is full and has the same prefix in both, and the memory of every rank has the same stamp (version number of the
-content) for each block of the image.
+where it is full and has the same prefix in both, and the memory of every rank has the same stamp for each block of the
+image.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Row:
 class Resumption:
     """Checks and applies an image: the requests, with their block tables, that an engine resumes.
 
-    The replica must not have allocated a block in this engine life (the time of one epoch).
+    The replica must not have allocated a block in this engine life.
     """
 
     def __init__(self, coordinator: Coordinator, shown: Sequence[int]) -> None:
@@ -156,7 +156,7 @@ class Resumption:
         self._require(within and not set(blocks) & set(self._pool.reserved), "no block", column)
 
     def _check_stamps(self, blocks: set[int]) -> set[int]:
-        """Check and return the stamps (version numbers of contents) of these blocks.
+        """Check and return the stamps of these blocks.
 
         Every block must have, on all ranks, the same stamp of an earlier engine life (epoch), and no other block may
         have this stamp.

@@ -12,9 +12,9 @@ nor held. So every rule of the pool holds for blocks as for those of an ordinary
 a state and of a block of attention, can have the same memory. It never has two contents with a key, because
 
 - a superblock changes between the two only while none of its blocks is held, and loses all its keys then;
-- each of its blocks gets another stamp (version number of its content) before a state is written: what a store still
-  has of them proves nothing. The first block is handed out first, so that the state's stamp changes before any part of
-  the state is overwritten. A new engine life relies on no stamp that the one before it ordered.
+- each of its blocks gets another stamp before a state is written: what a store still has of them proves nothing. The
+  first block is handed out first, so that the state's stamp changes before any part of the state is overwritten. A new
+  engine life relies on no stamp that the one before it ordered.
 
 Free blocks of a superblock that is not whole are of use for attention only: without a key they are slack. A table
 continues behind its last block, so that blocks of one request stay together, and become whole together. Where that is

@@ -13,11 +13,9 @@ class Target(Protocol):
 
     def applying(self, payload: bytes) -> Sliced[None]:
         """Apply the next batch."""
-        ...
 
     def clear(self, life_ended: bool) -> None:
         """Forget all entries; if `life_ended`, also what is known of the engine."""
-        ...
 
 
 class Inbox:

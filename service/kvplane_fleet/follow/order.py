@@ -32,11 +32,9 @@ class Sink(Protocol):
 
     def apply(self, payload: bytes) -> None:
         """Apply the next batch."""
-        ...
 
     def clear(self, life_ended: bool) -> None:
         """Forget all entries; if `life_ended`, the next batches are another engine's, which may be set up otherwise."""
-        ...
 
 
 class SourceOrder:

@@ -34,19 +34,15 @@ class ReplicaSink(Protocol):
 
     def use(self, spec: ReplicaSpec, namespace: bytes = b"") -> None:
         """Take note of the replica's groups and hashes, and of the replicas whose host tiers it may read."""
-        ...
 
     def applying_batch(self, batch: Batch) -> Sliced[None]:
         """Apply the next batch."""
-        ...
 
     def clear(self, life_ended: bool) -> None:
         """Forget all entries."""
-        ...
 
     def agrees(self, digests: Sequence[GroupDigest]) -> bool:
         """Compare the entries with digests of the replica's."""
-        ...
 
 
 class ReplicaSource:

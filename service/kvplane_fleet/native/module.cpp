@@ -18,10 +18,16 @@ constexpr char kTable[] = "kvplane_fleet.table", kLayout[] = "kvplane_fleet.layo
 // A Python exception is set.
 struct Failed {};
 
-template <typename Body>
-PyObject* Guarded(Body body) {
+// A function of Python that returns what this one returns, or None.
+template <auto kFunction>
+PyObject* Method(PyObject*, PyObject* arguments) {
     try {
-        return body();
+        if constexpr (std::is_void_v<decltype(kFunction(arguments))>) {
+            kFunction(arguments);
+            return Py_NewRef(Py_None);
+        } else {
+            return kFunction(arguments);
+        }
     } catch (const Failed&) {
     } catch (const std::exception& broken) {
         PyErr_SetString(PyExc_AssertionError, broken.what());
@@ -142,137 +148,110 @@ Number ReadCell(const Table& table, PyObject* number) {
 Number CellOf(const Table& table, PyObject* arguments) { return ReadCell(table, At(arguments, 1)); }
 
 // new(sweep_at) -> index
-PyObject* New(PyObject*, PyObject* arguments) {
-    return Guarded([&] {
-        const Int sweep_at = ReadInt(At(arguments, 0));
-        Check(sweep_at >= 0);
-        return PyCapsule_New(new Table(static_cast<size_t>(sweep_at)), kTable, Destroy<Table>);
-    });
+PyObject* New(PyObject* arguments) {
+    const Int sweep_at = ReadInt(At(arguments, 0));
+    Check(sweep_at >= 0);
+    return PyCapsule_New(new Table(static_cast<size_t>(sweep_at)), kTable, Destroy<Table>);
 }
 
 // new_cell(index) -> cell
-PyObject* NewCell(PyObject*, PyObject* arguments) {
-    return Guarded([&] { return PyLong_FromSize_t(TableOf(arguments).NewCell()); });
-}
+PyObject* NewCell(PyObject* arguments) { return PyLong_FromSize_t(TableOf(arguments).NewCell()); }
 
 // clear(index, cell)
-PyObject* Clear(PyObject*, PyObject* arguments) {
-    return Guarded([&] {
-        Table& table = TableOf(arguments);
-        table.Clear(CellOf(table, arguments));
-        return Py_NewRef(Py_None);
-    });
+void Clear(PyObject* arguments) {
+    Table& table = TableOf(arguments);
+    table.Clear(CellOf(table, arguments));
 }
 
 // release(index, cell)
-PyObject* Release(PyObject*, PyObject* arguments) {
-    return Guarded([&] {
-        Table& table = TableOf(arguments);
-        table.Release(CellOf(table, arguments));
-        return Py_NewRef(Py_None);
-    });
+void Release(PyObject* arguments) {
+    Table& table = TableOf(arguments);
+    table.Release(CellOf(table, arguments));
 }
 
 // size(index, cell) -> number of its keys
-PyObject* Size(PyObject*, PyObject* arguments) {
-    return Guarded([&] {
-        const Table& table = TableOf(arguments);
-        return PyLong_FromSize_t(table.Size(CellOf(table, arguments)));
-    });
+PyObject* Size(PyObject* arguments) {
+    const Table& table = TableOf(arguments);
+    return PyLong_FromSize_t(table.Size(CellOf(table, arguments)));
 }
 
 // digest(index, cell) -> (number of its keys, their sum), each as often as it has copies
-PyObject* Digest(PyObject*, PyObject* arguments) {
-    return Guarded([&] {
-        const Table& table = TableOf(arguments);
-        const Sum& sum = table.Digest(CellOf(table, arguments));
-        const auto low = static_cast<uint64_t>(sum.total), high = static_cast<uint64_t>(sum.total >> 64);
-        const Owned number(PyLong_FromUnsignedLongLong(sum.number)), total(Halves().Joined({low, high}));
-        return PyTuple_Pack(2, number.get(), total.get());
-    });
+PyObject* Digest(PyObject* arguments) {
+    const Table& table = TableOf(arguments);
+    const Sum& sum = table.Digest(CellOf(table, arguments));
+    const auto low = static_cast<uint64_t>(sum.total), high = static_cast<uint64_t>(sum.total >> 64);
+    const Owned number(PyLong_FromUnsignedLongLong(sum.number)), total(Halves().Joined({low, high}));
+    return PyTuple_Pack(2, number.get(), total.get());
 }
 
 // num_keys(index) -> keys in the table, swept or not
-PyObject* NumKeys(PyObject*, PyObject* arguments) {
-    return Guarded([&] { return PyLong_FromSize_t(TableOf(arguments).NumKeys()); });
-}
+PyObject* NumKeys(PyObject* arguments) { return PyLong_FromSize_t(TableOf(arguments).NumKeys()); }
 
 // add(index, cell, keys)
-PyObject* Add(PyObject*, PyObject* arguments) {
-    return Guarded([&] {
-        Table& table = TableOf(arguments);
-        const std::vector<Key> keys = ReadKeys(At(arguments, 2));
-        table.Add(CellOf(table, arguments), keys);
-        return Py_NewRef(Py_None);
-    });
+void Add(PyObject* arguments) {
+    Table& table = TableOf(arguments);
+    const std::vector<Key> keys = ReadKeys(At(arguments, 2));
+    table.Add(CellOf(table, arguments), keys);
 }
 
 // remove(index, cell, keys) -> how many of them it did not have
-PyObject* Remove(PyObject*, PyObject* arguments) {
-    return Guarded([&] {
-        Table& table = TableOf(arguments);
-        const std::vector<Key> keys = ReadKeys(At(arguments, 2));
-        return PyLong_FromSize_t(table.Remove(CellOf(table, arguments), keys));
-    });
+PyObject* Remove(PyObject* arguments) {
+    Table& table = TableOf(arguments);
+    const std::vector<Key> keys = ReadKeys(At(arguments, 2));
+    return PyLong_FromSize_t(table.Remove(CellOf(table, arguments), keys));
 }
 
 // packed_keys(index, cell, words, first, end) -> the keys of a cell in some parts of the table, each as often as it has
 // copies, as big-endian words of 64 bits: the last one, or both
-PyObject* PackedKeys(PyObject*, PyObject* arguments) {
-    return Guarded([&] {
-        const Table& table = TableOf(arguments);
-        const Int words = ReadInt(At(arguments, 2));
-        const Int first = ReadInt(At(arguments, 3)), end = ReadInt(At(arguments, 4));
-        Check(words == 1 || words == 2);
-        Check(0 <= first && first <= end && end <= static_cast<Int>(kShards));
-        std::string packed;
-        const auto take = [&](Key key, uint64_t copies) {
-            const uint64_t both[] = {__builtin_bswap64(key.high), __builtin_bswap64(key.low)};
-            const char* const last = reinterpret_cast<const char*>(both + 2);
-            for (; copies > 0; --copies) packed.append(last - 8 * words, static_cast<size_t>(8 * words));
-        };
-        table.ForEach(CellOf(table, arguments), take, static_cast<size_t>(first), static_cast<size_t>(end));
-        return PyBytes_FromStringAndSize(packed.data(), static_cast<Py_ssize_t>(packed.size()));
-    });
+PyObject* PackedKeys(PyObject* arguments) {
+    const Table& table = TableOf(arguments);
+    const Int words = ReadInt(At(arguments, 2));
+    const Int first = ReadInt(At(arguments, 3)), end = ReadInt(At(arguments, 4));
+    Check(words == 1 || words == 2);
+    Check(0 <= first && first <= end && end <= static_cast<Int>(kShards));
+    std::string packed;
+    const auto take = [&](Key key, uint64_t copies) {
+        const uint64_t both[] = {__builtin_bswap64(key.high), __builtin_bswap64(key.low)};
+        const char* const last = reinterpret_cast<const char*>(both + 2);
+        for (; copies > 0; --copies) packed.append(last - 8 * words, static_cast<size_t>(8 * words));
+    };
+    table.ForEach(CellOf(table, arguments), take, static_cast<size_t>(first), static_cast<size_t>(end));
+    return PyBytes_FromStringAndSize(packed.data(), static_cast<Py_ssize_t>(packed.size()));
 }
 
 // within(keys, end) -> those of the keys that are in the first parts of the table, before `end`
-PyObject* Within(PyObject*, PyObject* arguments) {
-    return Guarded([&] {
-        PyObject* const given = At(arguments, 0);
-        const auto end = static_cast<size_t>(ReadInt(At(arguments, 1)));
-        const std::vector<Key> keys = ReadKeys(given);
-        Owned found(PyList_New(0));
-        for (size_t at = 0; at < keys.size(); ++at) {
-            if (Table::PartOf(keys[at]) >= end) continue;
-            const Owned key(PySequence_GetItem(given, static_cast<Py_ssize_t>(at)));
-            if (PyList_Append(found.get(), key.get()) < 0) throw Failed{};
-        }
-        return found.Release();
-    });
+PyObject* Within(PyObject* arguments) {
+    PyObject* const given = At(arguments, 0);
+    const auto end = static_cast<size_t>(ReadInt(At(arguments, 1)));
+    const std::vector<Key> keys = ReadKeys(given);
+    Owned found(PyList_New(0));
+    for (size_t at = 0; at < keys.size(); ++at) {
+        if (Table::PartOf(keys[at]) >= end) continue;
+        const Owned key(PySequence_GetItem(given, static_cast<Py_ssize_t>(at)));
+        if (PyList_Append(found.get(), key.get()) < 0) throw Failed{};
+    }
+    return found.Release();
 }
 
 // layout((hash_size, unit, partial_hits, safe, num_groups), [(groups, kind, block_size, window, chunk, drops), ...])
-PyObject* MakeLayout(PyObject*, PyObject* arguments) {
-    return Guarded([&] {
-        PyObject* const head = At(arguments, 0);
-        Layout layout{ReadInt(At(head, 0)), ReadInt(At(head, 1)), ReadInt(At(head, 2)), ReadInt(At(head, 3)),
-                      ReadInt(At(head, 4)), {}};
-        Check(layout.hash_size > 0 && layout.unit > 0 && layout.num_groups > 0);
-        ForEach(At(arguments, 1), [&](PyObject* given) {
-            LookupClass one{{}, ReadInt(At(given, 1)), ReadInt(At(given, 2)), ReadInt(At(given, 3)),
-                            ReadInt(At(given, 4)), ReadInt(At(given, 5))};
-            ForEach(At(given, 0), [&](PyObject* number) {
-                const Int group = ReadInt(number);
-                Check(group >= 0 && group < layout.num_groups);
-                one.groups.push_back(static_cast<size_t>(group));
-            });
-            Check(one.kind >= kFull && one.kind <= kState && one.block_size > 0 && !one.groups.empty());
-            Check(one.block_size % layout.hash_size == 0 && (one.kind != kChunked || one.chunk > 0));
-            layout.classes.push_back(std::move(one));
+PyObject* MakeLayout(PyObject* arguments) {
+    PyObject* const head = At(arguments, 0);
+    Layout layout{ReadInt(At(head, 0)), ReadInt(At(head, 1)), ReadInt(At(head, 2)), ReadInt(At(head, 3)),
+                  ReadInt(At(head, 4)), {}};
+    Check(layout.hash_size > 0 && layout.unit > 0 && layout.num_groups > 0);
+    ForEach(At(arguments, 1), [&](PyObject* given) {
+        LookupClass one{{}, ReadInt(At(given, 1)), ReadInt(At(given, 2)), ReadInt(At(given, 3)),
+                        ReadInt(At(given, 4)), ReadInt(At(given, 5))};
+        ForEach(At(given, 0), [&](PyObject* number) {
+            const Int group = ReadInt(number);
+            Check(group >= 0 && group < layout.num_groups);
+            one.groups.push_back(static_cast<size_t>(group));
         });
-        return PyCapsule_New(new Layout(std::move(layout)), kLayout, Destroy<Layout>);
+        Check(one.kind >= kFull && one.kind <= kState && one.block_size > 0 && !one.groups.empty());
+        Check(one.block_size % layout.hash_size == 0 && (one.kind != kChunked || one.chunk > 0));
+        layout.classes.push_back(std::move(one));
     });
+    return PyCapsule_New(new Layout(std::move(layout)), kLayout, Destroy<Layout>);
 }
 
 // A place whose hit is asked for.
@@ -321,57 +300,54 @@ std::vector<Runs> AnyOf(const Columns& columns, const std::vector<Number>& cells
 }
 
 // claims(index, keys, num_tokens, [(layout, cells, others, shared), ...]) -> [(tokens, (alone, ...)), ...]
-PyObject* Claims(PyObject*, PyObject* arguments) {
-    return Guarded([&] {
-        const Table& table = TableOf(arguments);
-        const std::vector<Key> keys = ReadKeys(At(arguments, 1));
-        const Int most = ReadInt(At(arguments, 2)) - 1;
-        const AllAsked asked = ReadAsked(table, At(arguments, 3));
-        std::vector<Number> cells;
-        const auto add = [&](const std::vector<Number>& more) { cells.insert(cells.end(), more.begin(), more.end()); };
-        for (const Asked& one : asked.places) add(one.cells), add(one.others);
-        for (const auto& [numbers, size] : asked.shared) add(numbers);
-        const Columns columns(table, table.Find(keys), cells);
-        std::vector<std::vector<Runs>> shared;
-        for (const auto& [numbers, size] : asked.shared) shared.push_back(AnyOf(columns, numbers, size));
-        Owned claims(PyList_New(0));
-        for (const Asked& one : asked.places) {
-            std::vector<Runs> own = AnyOf(columns, one.cells, one.cells.size());
-            const std::vector<Runs> others = AnyOf(columns, one.others, own.size());
-            for (size_t group = 0; group < own.size(); ++group) {
-                own[group] = Either(own[group], others[group]);
-                if (one.shared >= 0) own[group] = Either(own[group], shared[static_cast<size_t>(one.shared)][group]);
-            }
-            std::vector<Runs> of_class;
-            for (const LookupClass& group : one.layout->classes) {
-                Runs all = own[group.groups[0]];
-                for (size_t at = 1; at < group.groups.size(); ++at) all = Both(all, own[group.groups[at]]);
-                of_class.push_back(std::move(all));
-            }
-            Search search(*one.layout, of_class, static_cast<Int>(keys.size()));
-            const Int tokens = search.Longest(most);
-            const std::vector<Int> lengths = search.Alone(most);
-            Owned alone(PyTuple_New(static_cast<Py_ssize_t>(lengths.size())));
-            for (size_t at = 0; at < lengths.size(); ++at) {
-                Owned length(PyLong_FromLongLong(lengths[at]));
-                PyTuple_SetItem(alone.get(), static_cast<Py_ssize_t>(at), length.Release());
-            }
-            const Owned claim(Py_BuildValue("(LO)", static_cast<long long>(tokens), alone.get()));
-            if (PyList_Append(claims.get(), claim.get()) < 0) throw Failed{};
+PyObject* Claims(PyObject* arguments) {
+    const Table& table = TableOf(arguments);
+    const std::vector<Key> keys = ReadKeys(At(arguments, 1));
+    const Int most = ReadInt(At(arguments, 2)) - 1;
+    const AllAsked asked = ReadAsked(table, At(arguments, 3));
+    std::vector<Number> cells;
+    const auto add = [&](const std::vector<Number>& more) { cells.insert(cells.end(), more.begin(), more.end()); };
+    for (const Asked& one : asked.places) add(one.cells), add(one.others);
+    for (const auto& [numbers, size] : asked.shared) add(numbers);
+    const Columns columns(table, table.Find(keys), cells);
+    std::vector<std::vector<Runs>> shared;
+    for (const auto& [numbers, size] : asked.shared) shared.push_back(AnyOf(columns, numbers, size));
+    Owned claims(PyList_New(0));
+    for (const Asked& one : asked.places) {
+        std::vector<Runs> own = AnyOf(columns, one.cells, one.cells.size());
+        const std::vector<Runs> others = AnyOf(columns, one.others, own.size());
+        for (size_t group = 0; group < own.size(); ++group) {
+            own[group] = Either(own[group], others[group]);
+            if (one.shared >= 0) own[group] = Either(own[group], shared[static_cast<size_t>(one.shared)][group]);
         }
-        return claims.Release();
-    });
+        std::vector<Runs> of_class;
+        for (const LookupClass& group : one.layout->classes) {
+            Runs all = own[group.groups[0]];
+            for (size_t at = 1; at < group.groups.size(); ++at) all = Both(all, own[group.groups[at]]);
+            of_class.push_back(std::move(all));
+        }
+        Search search(*one.layout, of_class, static_cast<Int>(keys.size()));
+        const Int tokens = search.Longest(most);
+        const std::vector<Int> lengths = search.Alone(most);
+        Owned alone(PyTuple_New(static_cast<Py_ssize_t>(lengths.size())));
+        for (size_t at = 0; at < lengths.size(); ++at) {
+            Owned length(PyLong_FromLongLong(lengths[at]));
+            PyTuple_SetItem(alone.get(), static_cast<Py_ssize_t>(at), length.Release());
+        }
+        const Owned claim(Py_BuildValue("(LO)", static_cast<long long>(tokens), alone.get()));
+        if (PyList_Append(claims.get(), claim.get()) < 0) throw Failed{};
+    }
+    return claims.Release();
 }
 
 PyMethodDef kMethods[] = {
-    {"new", New, METH_VARARGS, nullptr},          {"new_cell", NewCell, METH_VARARGS, nullptr},
-    {"clear", Clear, METH_VARARGS, nullptr},      {"release", Release, METH_VARARGS, nullptr},
-    {"digest", Digest, METH_VARARGS, nullptr},    {"size", Size, METH_VARARGS, nullptr},
-    {"num_keys", NumKeys, METH_VARARGS, nullptr},
-    {"add", Add, METH_VARARGS, nullptr},          {"remove", Remove, METH_VARARGS, nullptr},
-    {"packed_keys", PackedKeys, METH_VARARGS, nullptr}, {"within", Within, METH_VARARGS, nullptr},
-    {"layout", MakeLayout, METH_VARARGS, nullptr}, {"claims", Claims, METH_VARARGS, nullptr},
-    {nullptr, nullptr, 0, nullptr},
+    {"new", Method<New>, METH_VARARGS, nullptr},             {"new_cell", Method<NewCell>, METH_VARARGS, nullptr},
+    {"clear", Method<Clear>, METH_VARARGS, nullptr},         {"release", Method<Release>, METH_VARARGS, nullptr},
+    {"digest", Method<Digest>, METH_VARARGS, nullptr},       {"size", Method<Size>, METH_VARARGS, nullptr},
+    {"num_keys", Method<NumKeys>, METH_VARARGS, nullptr},    {"add", Method<Add>, METH_VARARGS, nullptr},
+    {"remove", Method<Remove>, METH_VARARGS, nullptr},       {"packed_keys", Method<PackedKeys>, METH_VARARGS, nullptr},
+    {"within", Method<Within>, METH_VARARGS, nullptr},       {"layout", Method<MakeLayout>, METH_VARARGS, nullptr},
+    {"claims", Method<Claims>, METH_VARARGS, nullptr},       {nullptr, nullptr, 0, nullptr},
 };
 
 PyModuleDef kModule = {PyModuleDef_HEAD_INIT, "_native", nullptr, -1, kMethods, nullptr, nullptr, nullptr, nullptr};

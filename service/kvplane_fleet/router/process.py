@@ -30,7 +30,7 @@ from kvplane_service.rpc.methods import CallHooks, service_handler
 from kvplane_service.rpc.ports import add_port, server_credentials
 from kvplane_service.rpc.server import HEALTH_OPTIONS, add_reflection, server_options
 from kvplane_service.runtime import interpreter
-from kvplane_service.runtime.files import allow_connections
+from kvplane_service.runtime.interpreter import allow_connections
 from kvplane_service.telemetry.http import MetricsServer
 
 ROUTING = routing_pb2.DESCRIPTOR.services_by_name["Routing"]

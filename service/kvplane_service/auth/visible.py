@@ -21,9 +21,7 @@ class VisibleReplicas:
     """The registry restricted to the replicas that the owner of the current call may see."""
 
     def __init__(self, registry: Registry, ensure_local: Callable[[str], Awaitable[None]]) -> None:
-        """`ensure_local` lets this process adopt a replica (take it over from another service) that is not registered
-        here; see `Ownership.ensure_local`.
-        """
+        """`ensure_local` lets this process adopt a replica that is not registered here; see Ownership.ensure_local."""
         self._registry = registry
         self._ensure_local = ensure_local
 
@@ -35,8 +33,7 @@ class VisibleReplicas:
         return name in self._registry and _may_use(CALL.get().owner, self._registry.get(name))
 
     async def ensure_local(self, name: str) -> None:
-        """Let this process adopt a replica (take it over from another service) that is not registered here, if the
-        caller may use the replica's name.
+        """Let this process adopt a replica that is not registered here, if the caller may use the replica's name.
 
         Raises:
             NotFound: the caller may not use the name, or the store has no record of the replica.

@@ -33,8 +33,7 @@ from kvplane_service.decisions.sent import SentStep, step_with
 @dataclass(frozen=True, slots=True)
 class Life:
     """The beginning of a new engine life (the engine took over the page memory again): every request of the previous
-    life ended, and a cached key was kept only if the stamp table (the version numbers of the pages' contents) proved
-    that the page still has the content.
+    life ended, and a cached key was kept only if the stamp table proved that the page still has the content.
 
     Attributes:
         epoch: number of the engine life.

@@ -34,7 +34,6 @@ class Sized(Protocol):
     @property
     def num_bytes(self) -> int:
         """Approximate size in memory, in bytes."""
-        ...
 
 
 _Entry = TypeVar("_Entry")

@@ -174,8 +174,8 @@ class Explainer:
         return Why(cause, missing.start, missing.end)
 
     def _removed(self, question: Question, missing: MissingPrefix) -> Why | None:
-        """Return the cause for which the missing key (hash under which a block is found) was removed; None if the key's
-        last change before the look-up, as far as the log shows it, is not a removal.
+        """Return the cause for which the missing key was removed; None if the key's last change before the look-up, as
+        far as the log shows it, is not a removal.
         """
         key = KeyName(question.domain, missing.group, question.digests[missing.num_hashes - 1])
         change = self._history.last_change(key, question.at)

@@ -40,8 +40,8 @@ class Change(NamedTuple):
         at: position in the log.
         by: name of the request that caused the change, "" if unknown.
         epoch, seq, at_ns: engine life, step and time of the change; `seq` is 0 at the beginning of an engine life.
-        without_stamps: the engine life (the time of one epoch) began without a stamp table, which has the version
-            number of each page's content; so no key could be verified.
+        without_stamps: the engine life began without a stamp table, which has the version number of each page's
+            content; so no key could be verified.
         tier: index of the tier from which a load wrote the block that got the key; -1 = a launch wrote it.
         mismatched: the key was removed because a canary found other content in the block.
     """
@@ -170,8 +170,8 @@ class History:
     attempts: dict[str, Attempt] = field(default_factory=dict)
 
     def blocks_at(self, key: KeyName, at: Spot, now: Iterable[int]) -> set[int]:
-        """Return the blocks that had the key (hash under which a block is found) just before the log position `at`;
-        `now` are the blocks that have the key at the end of the log.
+        """Return the blocks that had the key just before the log position `at`; `now` are the blocks that have the key
+        at the end of the log.
         """
         blocks = set(now)
         for change in reversed(self._all_changes(key)):
@@ -184,20 +184,18 @@ class History:
         return blocks
 
     def last_change(self, key: KeyName, at: Spot) -> Change | None:
-        """Return the last change of the key (hash under which a block is found) before the log position `at`, None if
-        there is none.
-        """
+        """Return the last change of the key before the log position `at`, None if there is none."""
         return next((change for change in reversed(self._all_changes(key)) if change.at < at), None)
 
     def cleared_by_life(self, after: Spot, before: Spot) -> Change | None:
-        """Return the first beginning of an engine life (the time of one epoch), between two log positions, at which all
-        cached keys were removed; None if there is none.
+        """Return the first beginning of an engine life, between two log positions, at which all cached keys were
+        removed; None if there is none.
         """
         return next((one for one in self.cleared if one.seq == 0 and after < one.at < before), None)
 
     def _all_changes(self, key: KeyName) -> list[Change]:
-        """Return the changes of the key (hash under which a block is found) in order, including the events that removed
-        all keys while a block had this key.
+        """Return the changes of the key in order, including the events that removed all keys while a block had this
+        key.
         """
         changes, carried = [], set[int]()
         for change in sorted([*self.changes.get(key, ()), *self.cleared]):
@@ -218,9 +216,7 @@ class History:
         return sorted((change, key) for key in keys for change in self._all_changes(key))[-most:]
 
     def is_stored(self, key: KeyName, at: Spot) -> bool:
-        """Return True if the log shows that the key (hash under which a block is found) was stored in a block before
-        the log position `at`.
-        """
+        """Return True if the log shows that the key was stored in a block before the log position `at`."""
         changes = self.changes.get(key, ())
         return any(change.kind is EventKind.STORED and change.at < at for change in changes)
 
@@ -351,8 +347,8 @@ class HistoryReader:
         return request
 
     def _resume(self, piece: _Piece) -> None:
-        """Record requests that were resumed from an earlier engine life (the time of one epoch); they have blocks from
-        the beginning of the new engine life.
+        """Record requests that were resumed from an earlier engine life; they have blocks from the beginning of the new
+        engine life.
         """
         resume, at = piece.part.resume, (piece.entry, piece.number, -1)
         for slot, computed in zip(resume.slot, resume.computed, strict=True) if resume is not None else ():

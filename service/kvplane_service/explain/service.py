@@ -38,8 +38,8 @@ class Explanation:
         account: the core's explanation: hit of each group, limiting group, missing block.
         why: the cause for which the hit does not have more tokens.
         is_complete: the decision log reaches back to the registration of the replica.
-        status, seq, epoch: outcome, step number and number of the engine life (the time of one epoch) of the explained
-            admission attempt; not set for a prompt.
+        status, seq, epoch: outcome, step number and number of the engine life of the explained admission attempt; not
+            set for a prompt.
         needed, free: blocks that the attempt needed and that were free, if it was refused.
         growth: the last run row after the attempt that was refused; None if there was none.
     """
@@ -275,8 +275,8 @@ def _present(host: ReplicaHost, attempt: Attempt, ended: threading.Event) -> Pre
 
 
 def _tentative(host: ReplicaHost, prompt: Prompt, missing: MissingPrefix) -> Why | None:
-    """Return TENTATIVE if a block has the missing key (hash under which a block is found), but the step that computes
-    the block has not been executed yet, otherwise None.
+    """Return TENTATIVE if a block has the missing key, but the step that computes the block has not been executed yet,
+    otherwise None.
     """
     step = host.replica.key_step(prompt.domain, missing.group, prompt.digests[missing.num_hashes - 1])
     return None if step is None else Why(Cause.TENTATIVE, missing.start, missing.end, epoch=host.epoch, seq=step)

@@ -25,11 +25,10 @@ from kvplane_service.rpc.about import About
 from kvplane_service.rpc.server import CallFilters, RpcServer
 from kvplane_service.runtime import interpreter
 from kvplane_service.runtime.executors import Executor, InOrder
-from kvplane_service.runtime.files import allow_connections
-from kvplane_service.store.expiry import expire_in_background
+from kvplane_service.runtime.interpreter import allow_connections
 from kvplane_service.store.keeper import Entropy, Keeper
 from kvplane_service.store.opening import make_store
-from kvplane_service.store.ownership import Ownership
+from kvplane_service.store.ownership import Ownership, expire_in_background
 from kvplane_service.store.owning import make_owners
 from kvplane_service.store.writer import Runtime
 from kvplane_service.telemetry.collector import ServiceCollector

@@ -1,5 +1,4 @@
-"""Begins an engine life (the time of one epoch) on a replica, in slices, so that a large pool does not delay other
-replicas.
+"""Begins an engine life on a replica, in slices, so that a large pool does not delay other replicas.
 
     end the old life -> verify keys by the stamps -> publish what was recovered from a store -> enter the new life
 
@@ -112,7 +111,7 @@ async def in_slices(go_on: Callable[[], bool], clock: Clock, waits: Callable[[],
 
 @dataclass(slots=True)
 class _Loss:
-    """The keys that are lost when an engine life (the time of one epoch) ends.
+    """The keys that are lost when an engine life ends.
 
     Attributes:
         runs: the REMOVED events of these keys.
@@ -130,8 +129,7 @@ class EngineLives:
 
     Attributes:
         opening: the session whose engine life is beginning; the caller that opens it may no longer wait.
-        recovering: entries of a store that wait until an engine sends the stamps (version numbers of contents) that
-            verify them.
+        recovering: entries of a store that wait until an engine sends the stamps that verify them.
         recovered: the entries of `recovering` once they are verified.
         kept_keys: number of keys that were kept when the current life began.
         lost: events of keys that were lost when the current life began; freed in pieces, since freeing millions of

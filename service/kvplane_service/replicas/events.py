@@ -168,7 +168,7 @@ class PublicationHold:
         return shown
 
     def begin_life(self, events: Iterable[CacheEvent]) -> list[CacheEvent]:
-        """Process the removals with which an engine life (the time of one epoch) begins.
+        """Process the removals with which an engine life begins.
 
         Returns the events to publish: the removals, and all STORED events that are still held, because the remaining
         keys are verified.

@@ -26,11 +26,11 @@ from kvplane_service.decisions.log import Life
 from kvplane_service.decisions.sent import SentStep
 from kvplane_service.replicas.engine_lives import Opening, ignore_end, in_slices
 from kvplane_service.replicas.host_state import HostState
+from kvplane_service.replicas.host_state import ReplicaState as ReplicaState
+from kvplane_service.replicas.host_state import new_replica as new_replica
 from kvplane_service.replicas.mirror import WINDOW, Mirror
 from kvplane_service.replicas.published import EntriesScan
 from kvplane_service.replicas.sessions import OnEnd, SessionSlot, check_request, restarted
-from kvplane_service.replicas.states import ReplicaState as ReplicaState
-from kvplane_service.replicas.states import new_replica as new_replica
 from kvplane_service.replicas.step_order import (
     StepOrder,
     Turn,

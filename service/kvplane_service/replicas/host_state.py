@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from enum import Enum
 from functools import partial
 from typing import Protocol
 
 from kvplane.base.errors import KvplaneError, ReplicaLapsed, StaleEpoch
+from kvplane.base.groups import ReplicaSpec
 from kvplane.base.hashing import HashScheme
 from kvplane.base.step import CacheEvent, Step, StepResult
+from kvplane_core.face import loader
 from kvplane_core.face.interface import ReplicaCore
 from kvplane_service.config import Config
 from kvplane_service.decisions.counters import Tally
@@ -21,10 +24,28 @@ from kvplane_service.replicas.idle_check import IdleCheck
 from kvplane_service.replicas.peers import Member, Namespace
 from kvplane_service.replicas.recovery import Recovering
 from kvplane_service.replicas.sessions import SessionSlot
-from kvplane_service.replicas.states import FIRST_EPOCH
-from kvplane_service.replicas.states import ReplicaState as ReplicaState
-from kvplane_service.replicas.states import new_replica as new_replica
 from kvplane_service.replicas.step_order import StepOrder
+
+FIRST_EPOCH = 1
+
+
+class ReplicaState(Enum):
+    """States of a replica: they decide whether the newest session, unary calls or no client may change it."""
+
+    IDLE = "idle"  # no session: unary calls
+    LIVE = "live"  # the session
+    LAPSED = "lapsed"  # the session, whose lease expired or which lags; its entries are withdrawn from subscribers
+    RECOVERING = "recovering"  # none: stored entries wait for the stamps of an engine
+    OPENING = "opening"  # none: the engine life of a session is beginning
+    DIVERGED = "diverged"  # the session of a mirror, whose state the service does not have
+
+
+def new_replica(spec: ReplicaSpec) -> ReplicaCore:
+    """Make a replica in its first epoch. May be called on a thread, since a large pool takes long to build."""
+    replica = loader.new_replica(spec)
+    replica.begin_epoch(FIRST_EPOCH)
+    return replica
+
 
 _NS_PER_MS = 1_000_000
 
@@ -40,7 +61,7 @@ class HostState:
     """What the host of one replica knows: which client may write, epochs, the order of steps, the lease.
 
     Attributes:
-        has_left: whether the engine life (time of one epoch) has ended and the next one has not begun.
+        has_left: whether the engine life has ended and the next one has not begun.
         steps: applies the steps, and runs long work; other packages must not apply steps with this object.
         mirror: follows an engine that decides itself.
     """

@@ -27,9 +27,7 @@ UNCLAIMED_EPOCHS = 4096  # epochs of the store that may have begun without claim
 
 @dataclass(frozen=True, slots=True)
 class _Proof:
-    """The result of verifying the entries against `shown`, the stamps (version numbers of contents) of a
-    page memory.
-    """
+    """The result of verifying the entries against `shown`, the stamps of a page memory."""
 
     shown: Sequence[int]
     state: RecoveredState
@@ -37,7 +35,7 @@ class _Proof:
 
 @dataclass(slots=True)
 class Recovering:
-    """Entries of a store that wait until the stamps (version numbers of contents) of a page memory verify them.
+    """Entries of a store that wait until the stamps of a page memory verify them.
 
     Attributes:
         epoch: the highest epoch that has begun, according to the store.
@@ -86,7 +84,7 @@ class Recovering:
         return shown_of(request.stamp_table, spec, Contents.named_by(request), self.contents)
 
     def epoch_above(self, replica: ReplicaCore, shown: Sequence[int], owner: int) -> int:
-        """Return an epoch in which no stamp (version number of a content) was issued.
+        """Return an epoch in which no stamp was issued.
 
         It is above `owner`, the epoch that owns the page memory, the epochs of the stamps in the memory, and those in
         the store, with room for epochs that began but were not stored. What the store states counts up to

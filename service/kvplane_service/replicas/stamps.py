@@ -1,6 +1,6 @@
 """Operations on stamp tables, with numpy, so that they do not block the event loop.
 
-A stamp table has the stamps (version numbers of contents) of all blocks of a page memory.
+A stamp table has the stamps of all blocks of a page memory.
 """
 
 from __future__ import annotations

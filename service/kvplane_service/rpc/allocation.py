@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from array import array
 from functools import partial
 
 from google.protobuf.message import Message
@@ -11,11 +12,13 @@ from kvplane import wire
 from kvplane.base.errors import InvalidArgument, NotFound, Unavailable
 from kvplane.base.step import Cache, Part, Step
 from kvplane.v1 import allocation_pb2 as pb
+from kvplane_core.face.interface import ReplicaCore
 from kvplane_service.auth.gate import CALL
 from kvplane_service.auth.visible import VisibleReplicas
 from kvplane_service.registry import Entry, Registration, Registry, UnknownReplica
 from kvplane_service.replicas.host import new_replica
-from kvplane_service.rpc import decode, encode, lookups, pictures, prices
+from kvplane_service.replicas.recent import INTERVAL_MS, Recent
+from kvplane_service.rpc import decode, encode, lookups, prices
 from kvplane_service.rpc.methods import Context, timed
 from kvplane_service.rpc.session import SessionStreams
 from kvplane_service.rpc.sources import Planned, names_policy, plan_source
@@ -115,15 +118,15 @@ class AllocationServicer:
 
     async def DescribeReplica(self, request: pb.DescribeReplicaRequest, _: bytes) -> Message:  # noqa: N802
         """Return the state and the counters of a replica, and on request what the status page draws of it."""
-        pictures.check_cells(request.map_cells)
+        check_cells(request.map_cells)
         entry = self._registry.get(request.replica)
         await entry.host.idle()
         answer = encode.encode_description(entry, self._keeper.report(entry))
         if request.map_cells:
             CALL.get().count(prices.BLOCK_BYTES * entry.host.replica.spec.num_blocks)
-            answer.pool_map.CopyFrom(pictures.encode_map(entry.host.replica, request.map_cells))
+            answer.pool_map.CopyFrom(encode_map(entry.host.replica, request.map_cells))
         if request.with_history:
-            answer.history.CopyFrom(pictures.encode_history(entry.recent))
+            answer.history.CopyFrom(encode_history(entry.recent))
         return answer
 
     async def ListReplicas(self, request: pb.ListReplicasRequest, _: bytes) -> Message:  # noqa: N802
@@ -238,4 +241,35 @@ def _registered(planned: Planned, entry: Entry) -> pb.RegisterReplicaResponse:
         max_concurrency=planned.max_concurrency,
         warnings=planned.warnings,
         epoch=entry.host.epoch,
+    )
+
+
+MAX_CELLS = 4096
+MAX_NUMBERS = 1 << 16  # of a map, whatever the number of groups
+
+
+def check_cells(cells: int) -> None:
+    """Raise InvalidArgument if a map may not have this many cells."""
+    if cells > MAX_CELLS:
+        raise InvalidArgument(f"it is {cells}", field="map_cells", remedy=f"give at most {MAX_CELLS}")
+
+
+def encode_map(core: ReplicaCore, wanted: int) -> pb.PoolMap:
+    """Return the blocks in at most `wanted` cells. Passes over the pool: a few milliseconds per million blocks."""
+    cells = min(wanted, core.spec.num_blocks, MAX_NUMBERS // (2 * len(core.spec.groups) + 1))
+    *of_groups, other = (array("I", counts).tobytes() for counts in core.block_map(cells))
+    pairs = zip(of_groups[::2], of_groups[1::2], strict=True)
+    groups = [pb.GroupMap(held=held, cached=cached) for held, cached in pairs]
+    return pb.PoolMap(cells=cells, groups=groups, other=other)
+
+
+def encode_history(recent: Recent) -> pb.ReplicaHistory:
+    """Return the samples of a replica."""
+    return pb.ReplicaHistory(
+        interval_ms=INTERVAL_MS,
+        held=recent.held,
+        hit=recent.hit,
+        running=recent.running,
+        waiting=recent.waiting,
+        steps_per_s=recent.steps_per_s,
     )

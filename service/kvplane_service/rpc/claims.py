@@ -52,8 +52,8 @@ class ClaimedPages(NamedTuple):
 
     Attributes:
         reading: contents of the worker's stamp table, with the version number of each page's content.
-        busy: blocks that a transfer of an earlier engine life (the time of one epoch) may still write. No such transfer
-            can begin after the claim.
+        busy: blocks that a transfer of an earlier engine life may still write. No such transfer can begin after the
+            claim.
     """
 
     reading: StampReading
@@ -71,9 +71,9 @@ async def claimed(entry: Entry, request: OpenRequest, claim: Claim) -> tuple[Ope
     """Claim the pages of all workers for the engine life (the time of one epoch, in which one engine owns the pages)
     that a session begins.
 
-    Returns the request with the stamps (version numbers of page contents) and the busy blocks (which old transfers may
-    still write) that were read after the claim, and the epoch to pass to `ReplicaHost.open` before the caller waits for
-    anything; NEW_EPOCH if nothing was claimed.
+    Returns the request with the stamps and the busy blocks (which old transfers may still write) that were read after
+    the claim, and the epoch to pass to `ReplicaHost.open` before the caller waits for anything; NEW_EPOCH if nothing
+    was claimed.
 
     Workers that the service cannot reach, or that do not answer, are not claimed: the engine claims them itself.
 
@@ -107,7 +107,7 @@ async def claimed(entry: Entry, request: OpenRequest, claim: Claim) -> tuple[Ope
 
 async def _claim_all(workers: Sequence[WorkerInfo], epoch: int, claim: Claim) -> list[ClaimedPages]:
     """Claim the workers, rank 0 first, and return the pages of those that answered. Raises StaleEpoch if a worker
-    already belongs to a newer engine life (the time of one epoch).
+    already belongs to a newer engine life.
     """
     first, *others = workers
     answers = [*await _answers([first], epoch, claim), *await _answers(others, epoch, claim)]
@@ -139,8 +139,8 @@ def _owner_of(error: StaleEpoch) -> int:
 
 
 async def _proven(shown: Sequence[int], readings: Sequence[StampReading]) -> Sequence[int]:
-    """Return the stamps (version numbers of page contents) that the engine sent, with 0 for each block that has another
-    stamp in the table of a claimed worker.
+    """Return the stamps that the engine sent, with 0 for each block that has another stamp in the table of a claimed
+    worker.
     """
     for reading in readings if shown else ():
         shown = confirmed(shown, reading)
@@ -149,15 +149,15 @@ async def _proven(shown: Sequence[int], readings: Sequence[StampReading]) -> Seq
 
 
 def _busy(request: OpenRequest, pages: Sequence[ClaimedPages], num_blocks: int) -> tuple[int, ...]:
-    """Return the blocks that a load of an earlier engine life (the time of one epoch) may still write, as reported by
-    the engine and its workers.
+    """Return the blocks that a load of an earlier engine life may still write, as reported by the engine and its
+    workers.
     """
     listed = {block for one in pages for block in one.busy if 0 < block < num_blocks}
     return tuple(sorted(listed.union(request.busy_blocks)))
 
 
 async def claim_worker(worker: WorkerInfo, epoch: int) -> ClaimedPages:
-    """Claim the pages of a worker on this host for the engine life (the time of one epoch) with the number `epoch`.
+    """Claim the pages of a worker on this host for the engine life with the number `epoch`.
 
     Raises:
         StaleEpoch: a newer engine life owns the pages.
@@ -235,7 +235,5 @@ def _token_in(directory: int, address: str) -> str:
 
 
 def _unpack(stamps: bytes) -> Sequence[int]:
-    """Return the stamps (version numbers of page contents) as 64-bit words. The worker runs on this host, so it has the
-    same byte order.
-    """
+    """Return the stamps as 64-bit words. The worker runs on this host, so it has the same byte order."""
     return memoryview(stamps[: len(stamps) // 8 * 8]).cast("Q")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from heapq import nlargest
 from io import BytesIO
 from itertools import chain
@@ -27,7 +27,6 @@ from kvplane_service.explain.service import Explanation, reaches_registration
 from kvplane_service.registry import Entry
 from kvplane_service.replicas.host import ReplicaHost
 from kvplane_service.replicas.mirror import Mirror
-from kvplane_service.rpc.tiers import encode_tiers, tier_counts
 from kvplane_service.runtime.reports import StoreReport
 from kvplane_service.unary.calls import Allocated, Committed
 
@@ -372,3 +371,33 @@ def encode_explanation(host: ReplicaHost, found: Explanation) -> admin_pb2.Expla
         run_preempted=found.growth is not None and found.growth.preempted,
         log_is_complete=found.is_complete,
     )
+
+
+def encode_tiers(replica: ReplicaCore) -> list[pb.TierStatus]:
+    """Return the slots of each tier."""
+    return [
+        pb.TierStatus(
+            kind=f"TIER_KIND_{spec.kind.name}",
+            num_blocks=tier.num_slots,
+            held_blocks=tier.num_held,
+            shadow_blocks=tier.num_shadows,
+            free_blocks=tier.num_free,
+            hit_tokens=tier.hit_tokens,
+            retained_blocks=tier.num_retained,
+            groups=[
+                pb.TierGroup(
+                    held_blocks=use.held,
+                    stored_blocks=use.stored,
+                    loaded_blocks=use.loaded,
+                    evicted_blocks=use.evicted,
+                )
+                for use in tier.uses
+            ],
+        )
+        for tier, spec in zip(replica.tiers.each, replica.spec.tiers, strict=True)
+    ]
+
+
+def tier_counts(replica: ReplicaCore) -> dict[str, int]:
+    """Return the counters of a replica with tiers; none of others."""
+    return asdict(replica.tiers.counters) if replica.spec.tiers else {}

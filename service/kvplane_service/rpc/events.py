@@ -12,8 +12,6 @@ from contextlib import suppress
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
-from google.protobuf.message import Message
-
 from kvplane import wire
 from kvplane.base.errors import Unavailable
 from kvplane.base.events import EventBatch
@@ -21,6 +19,7 @@ from kvplane.base.groups import Medium
 from kvplane.base.step import CacheEvent, EventKind
 from kvplane.v1 import events_pb2 as pb
 from kvplane.v1 import step_pb2
+from kvplane.wire.columns import tag_of, varint
 from kvplane_core.face.cache_events import runs_of
 from kvplane_service.auth.visible import VisibleReplicas
 from kvplane_service.replicas.events import Batch, EventLog, Subscription, Wake
@@ -192,35 +191,22 @@ def _encode_run(run: CacheEvent) -> bytes:
     """Return the serialized `events` entries of a run of events: one entry, or for removals one entry per hash."""
     if run.kind is not EventKind.REMOVED:
         raw = wire.encode_event(run).SerializeToString()
-        return _EVENTS + _varint(len(raw)) + raw
+        return _EVENTS + varint(len(raw)) + raw
     rest = wire.encode_event(replace(run, hashes=(), blocks=())).SerializeToString()
     blocks = array("I", run.blocks)
     if _IS_SWAPPED:
         blocks.byteswap()
     raw, entries, size, begin = blocks.tobytes(), list[bytes](), -1, b""
-    behind = _BLOCKS + _varint(_BLOCK_BYTES)
+    behind = _BLOCKS + varint(_BLOCK_BYTES)
     for at, digest in enumerate(run.hashes):
         if len(digest) != size:
             size = len(digest)
-            named = rest + _HASHES + _varint(size)
-            begin = _EVENTS + _varint(len(named) + size + len(behind) + _BLOCK_BYTES) + named
+            named = rest + _HASHES + varint(size)
+            begin = _EVENTS + varint(len(named) + size + len(behind) + _BLOCK_BYTES) + named
         entries.append(begin + digest + behind + raw[at * _BLOCK_BYTES : (at + 1) * _BLOCK_BYTES])
     return b"".join(entries)
 
 
-def _varint(number: int) -> bytes:
-    raw = bytearray()
-    while number > 0x7F:
-        raw.append(number & 0x7F | 0x80)
-        number >>= 7
-    return bytes([*raw, number])
-
-
-def _tag(message: type[Message], name: str) -> bytes:
-    """Return the serialized tag of a bytes field."""
-    return _varint(message.DESCRIPTOR.fields_by_name[name].number << 3 | 2)
-
-
 _IS_SWAPPED = sys.byteorder == "big"
-_EVENTS = _tag(pb.SubscribeResponse, "events")
-_HASHES, _BLOCKS = _tag(step_pb2.CacheEvent, "hashes"), _tag(step_pb2.CacheEvent, "blocks")
+_EVENTS = tag_of(pb.SubscribeResponse, "events")
+_HASHES, _BLOCKS = tag_of(step_pb2.CacheEvent, "hashes"), tag_of(step_pb2.CacheEvent, "blocks")

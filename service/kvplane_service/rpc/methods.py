@@ -56,8 +56,8 @@ class CallHooks:
     """What is called around every method.
 
     Attributes:
-        ensure_local: lets this process adopt a replica (take it over from another service) that is not registered here;
-            raises Moved if a live service owns it.
+        ensure_local: lets this process adopt a replica that is not registered here; raises Moved if a live service owns
+            it.
         gate: authenticates and authorizes calls; None without authentication.
         offload: runs the parser of long requests on a thread.
     """
@@ -258,8 +258,8 @@ async def _let_in(gate: Gate, method: str, context: Context, work: Work[_T]) -> 
 
 
 async def with_replica(ensure_local: EnsureLocal, work: Work[_T]) -> _T:
-    """Return the result of the work. If the work raises UnknownReplica, let this process adopt the replica (take it
-    over from another service), and run the work once more.
+    """Return the result of the work. If the work raises UnknownReplica, let this process adopt the replica, and run the
+    work once more.
     """
     try:
         return await work()

@@ -197,8 +197,7 @@ class _Stream:
         """Serve the session until it ends. Unless the engine closed the session, the replica lapses when its lease is
         not renewed in time.
 
-        `epoch` is the number of the engine life (the time of one epoch) for which the workers' pages were claimed,
-        NEW_EPOCH if none were.
+        `epoch` is the number of the engine life for which the workers' pages were claimed, NEW_EPOCH if none were.
         """
         try:
             await self._open(epoch)

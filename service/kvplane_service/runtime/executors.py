@@ -25,7 +25,6 @@ class Offload(Protocol):
 
     def __call__(self, call: Callable[[], _T], /) -> Awaitable[_T]:
         """Run the call, and return its result or raise its exception."""
-        ...
 
 
 class Executor:

@@ -51,11 +51,9 @@ class Occupied(Protocol):
     @property
     def is_aside(self) -> bool:
         """Whether long work occupies the resource."""
-        ...
 
     async def idle(self) -> None:
         """Wait until no long work occupies the resource. No further long work begins before the caller awaits again."""
-        ...
 
 
 class Turns:

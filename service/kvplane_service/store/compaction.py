@@ -16,9 +16,7 @@ from kvplane_service.store.record import pack_chunk
 
 @dataclass(frozen=True, slots=True)
 class Compacted:
-    """Size of a log before and after compaction: number of chunks (batches of entries), number of entries (stored
-    states of blocks), bytes.
-    """
+    """Size of a log before and after compaction: number of chunks, number of entries, bytes."""
 
     chunks: tuple[int, int]
     rows: tuple[int, int]
@@ -47,8 +45,8 @@ async def compact(store: IndexStore, name: LogName, loaded: LoadedLog, tick: Cal
 
 
 def latest_entries(newest_first: Iterable[Entries]) -> Iterator[Entries]:
-    """Yield, for each chunk (batch of entries), those entries (stored states of blocks) whose block has no entry in a
-    newer chunk; a chunk without such entries is skipped.
+    """Yield, for each chunk, those entries whose block has no entry in a newer chunk; a chunk without such entries is
+    skipped.
     """
     newer = set[int]()
     for entries in newest_first:

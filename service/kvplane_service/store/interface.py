@@ -1,8 +1,8 @@
 """The interface of a store of published cache keys (hashes of blocks that all ranks have computed).
 
 No step waits for a store. A store may lose, repeat or reorder records without harm: each record that is read back is
-verified by a checksum, and each entry by the stamp (version number of the content) of its page. So the interface needs
-no transactions over several calls and no locks, and nothing is read while the service runs.
+verified by a checksum, and each entry by the stamp of its page. So the interface needs no transactions over several
+calls and no locks, and nothing is read while the service runs.
 
     IndexStore      what a service calls: awaited, and each call has a timeout
     BlockingStore   the same with blocking calls: a file, or the in-memory store. `Offloaded` adapts it to an IndexStore
@@ -39,22 +39,21 @@ class LogName:
 
 
 class StoredChunk(NamedTuple):
-    """A serialized chunk (batch of stored block states), and the chunk's number in its log."""
+    """A serialized chunk, and the chunk's number in its log."""
 
     seq: int
     raw: bytes
 
 
 class IndexStore(Protocol):
-    """A store of logs and of one record per replica. A log is a sequence of chunks; a chunk is a batch of entries
-    (states of blocks).
+    """A store of logs and of one record per replica. A log is a sequence of chunks; a chunk is a batch of
+    entries, which are states of blocks.
 
     Every method raises errors of `errors.STORE_ERRORS`; then nothing was changed, as far as the store can detect.
     """
 
     async def open(self) -> None:
         """Connect, and check that the store can be used. Called before any other method, and again after a failure."""
-        ...
 
     async def append(self, log: LogName, chunk: StoredChunk, trim_below: int) -> int:
         """Append a chunk, drop the chunks with numbers below `trim_below`, and return the number of chunks in the log.
@@ -64,47 +63,35 @@ class IndexStore(Protocol):
 
         Raises:
             LogSuperseded: the log has, or had, a chunk with a higher number; nothing was changed. So a stopped process
-                that resumes after another service adopted (took over) its replica cannot drop chunks of that service.
+                that resumes after another service adopted its replica cannot drop chunks of that service.
         """
-        ...
 
     def load(self, log: LogName) -> AsyncIterator[list[StoredChunk]]:
-        """Yield the chunks (batches of stored block states) of a log, ordered by number, in several lists; nothing if
-        there is no such log.
-        """
-        ...
+        """Yield the chunks of a log, ordered by number, in several lists; nothing if there is no such log."""
 
     async def drop(self, log: LogName) -> None:
         """Delete a log if it exists."""
-        ...
 
     async def size_bytes(self, log: LogName) -> int:
         """Return the size of the chunks of a log in bytes, as far as the store can measure it."""
-        ...
 
     async def put_record(self, replica: str, record: bytes) -> None:
         """Replace the record of a replica, and extend the lifetime of the replica's data."""
-        ...
 
     async def get_record(self, replica: str) -> bytes | None:
         """Return the record of a replica, None if there is none."""
-        ...
 
     async def records(self) -> list[tuple[str, bytes]]:
         """Return all pairs of replica name and record, ordered by name."""
-        ...
 
     async def drop_record(self, replica: str) -> None:
         """Delete the record of a replica if it exists."""
-        ...
 
     async def keep_alive(self, log: LogName) -> None:
         """Extend the lifetime of a log, in a store whose data expire."""
-        ...
 
     async def close(self) -> None:
         """Close connections and files. May be called repeatedly."""
-        ...
 
 
 @runtime_checkable
@@ -115,11 +102,9 @@ class SharedStore(IndexStore, Protocol):
         """Record that a service is alive for the next `lease_ms` milliseconds, and the bytes `lease`; it calls this
         again before they end.
         """
-        ...
 
     async def lease(self, service: str) -> bytes | None:
         """Return the bytes of the lease of the service at this address; None if it has none, or its lease has ended."""
-        ...
 
 
 class Stored(NamedTuple):
@@ -138,13 +123,11 @@ class OwnerTable(Protocol):
 
     async def read(self) -> Stored:
         """Return the newest document: one that an earlier answer has shown, or a later one."""
-        ...
 
     async def replace(self, version: str | None, raw: bytes) -> bool:
         """Replace the document if it has this version, or create it if there is none and `version` is None. Returns
         False, and changes nothing, if it has another one.
         """
-        ...
 
 
 @runtime_checkable
@@ -153,55 +136,43 @@ class OwnerStore(Protocol):
 
     async def read_owners(self) -> Stored:
         """See OwnerTable.read."""
-        ...
 
     async def replace_owners(self, version: str | None, raw: bytes) -> bool:
         """See OwnerTable.replace."""
-        ...
 
 
 class BlockingStore(Protocol):
     """An IndexStore with blocking calls, called by one thread at a time. Its constructor opens it."""
 
     def append(self, log: LogName, chunk: StoredChunk, trim_below: int) -> int:
-        """Append a chunk (batch of stored block states) to a log, and drop old chunks (see IndexStore.append)."""
-        ...
+        """Append a chunk to a log, and drop old chunks (see IndexStore.append)."""
 
     def load(self, log: LogName) -> Iterator[StoredChunk]:
-        """Yield the chunks (batches of stored block states) of a log, ordered by number (see IndexStore.load)."""
-        ...
+        """Yield the chunks of a log, ordered by number (see IndexStore.load)."""
 
     def drop(self, log: LogName) -> None:
         """Delete a log (see IndexStore.drop)."""
-        ...
 
     def size_bytes(self, log: LogName) -> int:
         """Return the size of a log in bytes (see IndexStore.size_bytes)."""
-        ...
 
     def put_record(self, replica: str, record: bytes) -> None:
         """Replace the record of a replica (see IndexStore.put_record)."""
-        ...
 
     def get_record(self, replica: str) -> bytes | None:
         """Return the record of a replica, or None (see IndexStore.get_record)."""
-        ...
 
     def records(self) -> Iterator[tuple[str, bytes]]:
         """Yield all pairs of name and record (see IndexStore.records)."""
-        ...
 
     def drop_record(self, replica: str) -> None:
         """Delete the record of a replica (see IndexStore.drop_record)."""
-        ...
 
     def keep_alive(self, log: LogName) -> None:
         """Extend the lifetime of a log (see IndexStore.keep_alive)."""
-        ...
 
     def close(self) -> None:
         """Close connections and files (see IndexStore.close)."""
-        ...
 
 
 @runtime_checkable
@@ -210,8 +181,6 @@ class BlockingSharedStore(BlockingStore, Protocol):
 
     def announce(self, service: str, lease_ms: int, lease: bytes = ALIVE) -> None:
         """Record that a service is alive (see SharedStore.announce)."""
-        ...
 
     def lease(self, service: str) -> bytes | None:
         """Return the lease of a service (see SharedStore.lease)."""
-        ...

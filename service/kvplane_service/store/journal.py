@@ -6,8 +6,7 @@
 
 A block that changes ten times between two chunks is written once, and writing it again does no harm, so only block
 numbers are queued. If too many numbers are queued, all of them are dropped, and later every block is visited once (a
-*resync*), which also restores what a store has lost. A key is *published* (visible to other clients) once all ranks
-have computed its block.
+*resync*), which also restores what a store has lost. A key is *published* once all ranks have computed its block.
 
 The log is kept short: the entries of its oldest chunks that are still current are appended again, and these chunks are
 dropped. An entry without a key (*unkeyed*) states that the block has lost its key.
@@ -41,7 +40,7 @@ _ABOVE_OTHERS = 1 << 40  # added to the number, in milliseconds: above the chunk
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A chunk (batch of stored block states) to append to the log.
+    """A chunk to append to the log.
 
     Attributes:
         trim_below: chunks with lower numbers become obsolete when this one is stored.
@@ -176,7 +175,7 @@ class ReplicaJournal:
     # -- notes: called with every step, so they read nothing ---------------------------------------------------------
 
     def follow(self, entry: Entry) -> None:
-        """Record an entry of the decision log: a step or the beginning of an engine life (the time of one epoch)."""
+        """Record an entry of the decision log: a step or the beginning of an engine life."""
         if isinstance(entry, Decision):
             self.note(entry)
         else:
@@ -203,7 +202,7 @@ class ReplicaJournal:
 
     def note_life(self, life: Life) -> None:
         """Record the beginning of a new engine life (a new epoch begins). Cached keys may be lost then; a key whose
-        step was not yet known to be executed is now either published (visible to other clients) or lost.
+        step was not yet known to be executed is now either published or lost.
         """
         while self._waiting:
             self._mark(self._waiting.popleft()[1])

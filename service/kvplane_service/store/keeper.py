@@ -5,8 +5,8 @@
     load      read the entries of these replicas in the background, while calls are answered
     write     from then on, write the changes of published keys
 
-A key is published (visible to other clients) once all ranks have computed its block. Meanwhile this service adopts
-(takes over) replicas of other services, and releases replicas to them: see `ownership`.
+A key is published once all ranks have computed its block. Meanwhile this service adopts replicas of other services, and
+releases replicas to them: see `ownership`.
 """
 
 from __future__ import annotations
@@ -98,8 +98,7 @@ class Keeper:
             self._writer.note_failure(error)
 
     async def load(self) -> None:
-        """Read the entries (stored states of blocks) of the replicas that were registered from the store. Retries while
-        the store fails.
+        """Read the entries of the replicas that were registered from the store. Retries while the store fails.
 
         Returns once the entries of all replicas are read, or those of one cannot be read. The latter are retried in the
         background; their replica stays in the state RECOVERING.
@@ -115,13 +114,11 @@ class Keeper:
         await self._loads.wait()
 
     async def supervise_loads(self) -> None:
-        """Wait until a read of entries (stored states of blocks) ends with an error other than one of the store, and
-        raise that error.
-        """
+        """Wait until a read of entries ends with an error other than one of the store, and raise that error."""
         await self._loads.supervise()
 
     async def write(self) -> None:
-        """Write the changes of published keys (visible to other clients) to the store until cancelled."""
+        """Write the changes of published keys to the store until cancelled."""
         await self._writer.run()
 
     async def stop(self, patience_s: float = _LAST_WRITE_S) -> None:
@@ -208,9 +205,9 @@ class Keeper:
         await self._writer.write_record(record.name)
 
     async def release(self, names: Sequence[str], reason: KvplaneError, *, expired: bool = False) -> None:
-        """Release replicas to other services: write all changes of published keys (visible to other clients) to the
-        store, then mark the records as released, and as `expired` if only a registration may recover them. `reason`
-        is raised to calls that still use the replicas.
+        """Release replicas to other services: write all changes of published keys to the store, then mark the records
+        as released, and as `expired` if only a registration may recover them. `reason` is raised to calls that still
+        use the replicas.
         """
         for name in names:
             self._registry.let_go(name, reason)
@@ -286,8 +283,8 @@ class Keeper:
         self._writer.leave(name)
 
     def _start_load(self, name: str, record: ReplicaRecord) -> None:
-        """Read the entries (stored states of blocks) of the replica with this record in the background, until all are
-        read or the replica is given up.
+        """Read the entries of the replica with this record in the background, until all are read or the replica is
+        given up.
         """
         recovering = self._registry.get(name).host.recovering
         assert recovering is not None, "it was registered from its record"
@@ -341,8 +338,8 @@ class Keeper:
         return True
 
     async def _load(self, name: str, record: ReplicaRecord, ends_ns: int) -> None:
-        """Read the entries (stored states of blocks) of the replica with this record once, without retries. Raises the
-        errors of the store, and Busy; StoreUnavailable after the time `ends_ns`.
+        """Read the entries of the replica with this record once, without retries. Raises the errors of the store, and
+        Busy; StoreUnavailable after the time `ends_ns`.
         """
         host = self._registry.get(name).host
         recovering, log = host.recovering, LoadedLog()
@@ -426,8 +423,8 @@ class Keeper:
         return pack_record(ReplicaRecord(host.name, entry.registration, host.epoch, journal.log.incarnation, *by))
 
     async def _superseded(self, name: str, journal: ReplicaJournal, number: int) -> bool:
-        """Handle a log to which another process has written: that process adopted (took over) the replica, or owned it
-        before and wrote late.
+        """Handle a log to which another process has written: that process adopted the replica, or owned it before and
+        wrote late.
 
         The other process's chunks are replaced only if this process wrote the current record. Otherwise, while an
         engine has its session here, nothing is written: `Ownership.beat` rewrites the record or gives the replica up.

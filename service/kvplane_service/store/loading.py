@@ -47,7 +47,7 @@ class LoadedLog:
         return [entries for _, entries in reversed(self.chunks) if entries is not None]
 
     def add(self, log: LogName, chunk: StoredChunk) -> None:
-        """Decode a chunk of the log and add the chunk's entries (states of blocks)."""
+        """Decode a chunk of the log and add the chunk's entries."""
         self.num_bytes += len(chunk.raw)
         try:
             entries = unpack_chunk(log, chunk)
@@ -59,7 +59,7 @@ class LoadedLog:
             self.chunks.append((chunk, entries))
 
     def add_all(self, log: LogName, chunks: Iterable[StoredChunk]) -> None:
-        """Decode several chunks of the log and add the entries (states of blocks) of all of them."""
+        """Decode several chunks of the log and add the entries of all of them."""
         for chunk in chunks:
             self.add(log, chunk)
 

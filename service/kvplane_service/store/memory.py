@@ -20,7 +20,7 @@ class MemoryStore:
         self._leases: dict[str, tuple[int, bytes]] = {}
 
     def append(self, log: LogName, chunk: StoredChunk, trim_below: int) -> int:
-        """Append a chunk (batch of stored block states) to a log, and drop old chunks (see IndexStore.append)."""
+        """Append a chunk to a log, and drop old chunks (see IndexStore.append)."""
         chunks = self.logs.setdefault(log, {})
         newest = max(chunks, default=-1)
         if newest > chunk.seq:
@@ -32,7 +32,7 @@ class MemoryStore:
         return len(chunks)
 
     def load(self, log: LogName) -> Iterator[StoredChunk]:
-        """Yield the chunks (batches of stored block states) of a log, ordered by number (see IndexStore.load)."""
+        """Yield the chunks of a log, ordered by number (see IndexStore.load)."""
         yield from [StoredChunk(seq, raw) for seq, raw in sorted(self.logs.get(log, {}).items())]
 
     def drop(self, log: LogName) -> None:

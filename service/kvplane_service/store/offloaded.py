@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from functools import partial, wraps
 from itertools import islice
-from typing import Any, Generic, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from kvplane.base.errors import KvplaneError
 from kvplane_service.runtime.executors import Offload
 from kvplane_service.runtime.rota import Busy
 from kvplane_service.store.errors import StoreUnavailable
-from kvplane_service.store.interface import ALIVE, BlockingSharedStore, BlockingStore, LogName, StoredChunk
+from kvplane_service.store.interface import BlockingSharedStore, BlockingStore, LogName, StoredChunk
 
 _PAGE = 64  # chunks that one call reads
 _CLOSE_RETRY_S = 0.05
@@ -21,8 +21,21 @@ _REMEDY = "check the disk; allocation continues meanwhile"
 
 _log = logging.getLogger(__name__)
 
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 _S = TypeVar("_S", bound=BlockingStore)
+
+
+def _on_thread(
+    method: Callable[Concatenate[Any, _P], _T],
+) -> Callable[Concatenate[Offloaded[Any], _P], Coroutine[Any, Any, _T]]:
+    """Return the method that awaits this one of the opened store."""
+
+    @wraps(method)
+    async def call(self: Offloaded[Any], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return await self._do(partial(getattr(self._store, method.__name__), *args, **kwargs))
+
+    return call
 
 
 class Offloaded(Generic[_S]):
@@ -75,14 +88,8 @@ class Offloaded(Generic[_S]):
         if not task.cancelled() and task.exception() is not None:
             _log.info("a call of the store failed after its timeout: %s", task.exception())
 
-    async def append(self, log: LogName, chunk: StoredChunk, trim_below: int) -> int:
-        """Append a chunk (batch of stored block states) to a log, and drop old chunks (see IndexStore.append)."""
-        return await self._do(partial(self._store.append, log, chunk, trim_below))
-
     async def load(self, log: LogName) -> AsyncIterator[list[StoredChunk]]:
-        """Yield the chunks (batches of stored block states) of a log (see IndexStore.load). Chunks read before a
-        failure are yielded first.
-        """
+        """Yield the chunks of a log (see IndexStore.load). Chunks read before a failure are yielded first."""
         chunks = self._store.load(log)
         while True:
             page, error = await self._do(partial(_read_page, chunks))
@@ -93,33 +100,17 @@ class Offloaded(Generic[_S]):
             if len(page) < _PAGE:
                 return
 
-    async def drop(self, log: LogName) -> None:
-        """Delete a log (see IndexStore.drop)."""
-        await self._do(partial(self._store.drop, log))
-
-    async def size_bytes(self, log: LogName) -> int:
-        """Return the size of a log in bytes (see IndexStore.size_bytes)."""
-        return await self._do(partial(self._store.size_bytes, log))
-
-    async def put_record(self, replica: str, record: bytes) -> None:
-        """Replace the record of a replica (see IndexStore.put_record)."""
-        await self._do(partial(self._store.put_record, replica, record))
-
-    async def get_record(self, replica: str) -> bytes | None:
-        """Return the record of a replica, or None (see IndexStore.get_record)."""
-        return await self._do(partial(self._store.get_record, replica))
-
     async def records(self) -> list[tuple[str, bytes]]:
         """Return all pairs of name and record (see IndexStore.records)."""
         return await self._do(lambda: list(self._store.records()))
 
-    async def drop_record(self, replica: str) -> None:
-        """Delete the record of a replica (see IndexStore.drop_record)."""
-        await self._do(partial(self._store.drop_record, replica))
-
-    async def keep_alive(self, log: LogName) -> None:
-        """Extend the lifetime of a log (see IndexStore.keep_alive)."""
-        await self._do(partial(self._store.keep_alive, log))
+    append = _on_thread(BlockingStore.append)
+    drop = _on_thread(BlockingStore.drop)
+    size_bytes = _on_thread(BlockingStore.size_bytes)
+    keep_alive = _on_thread(BlockingStore.keep_alive)
+    put_record = _on_thread(BlockingStore.put_record)
+    get_record = _on_thread(BlockingStore.get_record)
+    drop_record = _on_thread(BlockingStore.drop_record)
 
     async def close(self) -> None:
         """Close the store after calls that exceeded their timeout have ended (see IndexStore.close). Waits as long as
@@ -154,10 +145,5 @@ def _read_page(chunks: Iterator[StoredChunk]) -> tuple[list[StoredChunk], Kvplan
 class OffloadedShared(Offloaded[BlockingSharedStore]):
     """Implements SharedStore by calling a BlockingSharedStore on a thread."""
 
-    async def announce(self, service: str, lease_ms: int, lease: bytes = ALIVE) -> None:
-        """Record that a service is alive (see SharedStore.announce)."""
-        await self._do(partial(self._store.announce, service, lease_ms, lease))
-
-    async def lease(self, service: str) -> bytes | None:
-        """Return the lease of a service (see SharedStore.lease)."""
-        return await self._do(partial(self._store.lease, service))
+    announce = _on_thread(BlockingSharedStore.announce)
+    lease = _on_thread(BlockingSharedStore.lease)

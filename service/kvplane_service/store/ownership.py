@@ -3,7 +3,8 @@
     call about an unknown replica:   owner lives                   -> MOVED, with the address of the owner
                                      owner is dead, or released it -> adopt: register, read entries, accept the session
     shutdown:                        release each replica (others may adopt it) once its engine has left
-    periodically:                    renew this service's lease; separately, compare the owners in the records
+    periodically:                    renew this service's lease; separately, compare the owners in the records, and
+                                     remove the replicas that nothing has used for `replica_ttl_ms`
 
 To adopt a replica is to take it over. The owner in the store is a hint and may be wrong: it never decides who may write
 the pages. An engine has one session, and its pages obey only the owner epoch in their stamp table. So if two services
@@ -75,7 +76,7 @@ class Ownership:
             host.observe_owner_epoch(min(granted, host.epoch + UNCLAIMED_EPOCHS) + UNSTORED_EPOCHS)
 
     async def ensure_local(self, name: str) -> None:
-        """Adopt (take over) a replica that is not registered here, unless another live service owns it.
+        """Adopt a replica that is not registered here, unless another live service owns it.
 
         Raises:
             Moved: another live service owns it.
@@ -164,9 +165,7 @@ class Ownership:
             self._keeper.note_failure(error)
 
     async def release(self, name: str) -> None:
-        """Release a replica, so that another service may adopt (take over) the replica; do nothing if it is not
-        registered here.
-        """
+        """Release a replica, so that another service may adopt the replica; do nothing if it is not registered here."""
         if self._keeper.shared_store is not None:
             async with self._lock(name):
                 if name in self._registry:
@@ -174,8 +173,8 @@ class Ownership:
             await self._hand_over()
 
     async def leave(self, busy: Iterable[str]) -> None:
-        """Shut down: adopt (take over) no further replica, and release all replicas to other services except `busy`,
-        whose engines still have a session.
+        """Shut down: adopt no further replica, and release all replicas to other services except `busy`, whose engines
+        still have a session.
         """
         self._leaving = True
         if self._keeper.shared_store is None:
@@ -312,3 +311,31 @@ async def is_gone(address: str) -> bool:
 
 def _shutting_down() -> KvplaneError:
     return Unavailable("the service is shutting down", remedy="connect to another service")
+
+
+_CHECKS_PER_TTL = 8
+_LONGEST_PAUSE_S = 600.0
+
+
+async def expire_in_background(
+    registry: Registry, ownership: Ownership, ttl_ms: int, sleep: Callable[[float], Awaitable[None]]
+) -> None:
+    """Until cancelled, remove replicas that have expired, several times per `ttl_ms`."""
+    while True:
+        await sleep(min(_LONGEST_PAUSE_S, ttl_ms / 1000 / _CHECKS_PER_TTL))
+        await expire_all(registry, ownership, ttl_ms)
+
+
+async def expire_all(registry: Registry, ownership: Ownership, ttl_ms: int) -> None:
+    """Remove the replicas that have expired, and what a store has kept long enough of earlier ones."""
+    for name in _unused(registry, ttl_ms * 1_000_000):
+        await ownership.expire(name, ttl_ms * 1_000_000)
+    await ownership.drop_expired()
+
+
+def _unused(registry: Registry, ttl_ns: int) -> list[str]:
+    """Return the names of the replicas that have expired. A worker that holds the pages of a replica uses it."""
+    for entry in registry:
+        if entry.workers.alive():
+            entry.host.touch()
+    return [entry.host.name for entry in registry if entry.host.unused_ns >= ttl_ns]

@@ -88,7 +88,7 @@ def _checksum(head: bytes, body: bytes | memoryview) -> int:
 
 
 def pack_chunk(log: LogName, seq: int, entries: Entries) -> StoredChunk:
-    """Serialize the entries (states of blocks) as chunk `seq` of the log."""
+    """Serialize the entries as chunk `seq` of the log."""
     domains = sorted({run.domain for run in entries.runs})
     assert len(domains) <= _MAX_DOMAINS, "a chunk has fewer rows than that"
     number = {domain: index for index, domain in enumerate(domains)}
@@ -104,7 +104,7 @@ def pack_chunk(log: LogName, seq: int, entries: Entries) -> StoredChunk:
 
 
 def unpack_chunk(log: LogName, chunk: StoredChunk) -> Entries:
-    """Parse a chunk of this log and return the chunk's entries (states of blocks). Raises RecordRefused."""
+    """Parse a chunk of this log and return the chunk's entries. Raises RecordRefused."""
     body = unseal(CHUNK, chunk.raw)
     if len(body) < _CHUNK.size:
         raise RecordRefused(Refusal.IMPOSSIBLE, f"the chunk has {len(body)} bytes, at least {_CHUNK.size} are needed")

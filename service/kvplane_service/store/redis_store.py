@@ -136,7 +136,7 @@ class RedisStore:
             return False
 
     async def append(self, log: LogName, chunk: StoredChunk, trim_below: int) -> int:
-        """Append a chunk (batch of stored block states) to a log, and drop old chunks (see IndexStore.append)."""
+        """Append a chunk to a log, and drop old chunks (see IndexStore.append)."""
         key = self._log_key(log)
         async with self._named_errors(key) as client:
             try:
@@ -159,7 +159,7 @@ class RedisStore:
             return int(length)
 
     async def load(self, log: LogName) -> AsyncIterator[list[StoredChunk]]:
-        """Yield the chunks (batches of stored block states) of a log, ordered by number (see IndexStore.load)."""
+        """Yield the chunks of a log, ordered by number (see IndexStore.load)."""
         key, start = self._log_key(log), "-"
         while True:
             async with self._named_errors(key) as client:

@@ -60,7 +60,7 @@ class ReplicaRecord:
 
     @property
     def log(self) -> LogName:
-        """Name of the log that has the entries (stored states of blocks) of the replica."""
+        """Name of the log that has the entries of the replica."""
         return LogName(self.name, namespace_of(self.registration), self.incarnation)
 
 

@@ -4,10 +4,10 @@ forge records. A service without such a key trusts its store.
     byte 0      4         6      8             40
          | magic | version | kind | HMAC-SHA256 | record ...
 
-The HMAC covers the header, the *place* of the record and the record. The place of a chunk (batch of entries) is the
-name of its log (replica, namespace, incarnation) and its number, that of a registration the name of the replica, that
-of a lease the address of the service; there is one table of owners. So a record proves nothing at another place. A
-store can still return an older record of the same place.
+The HMAC covers the header, the *place* of the record and the record. The place of a chunk is the name of its log
+(replica, namespace, incarnation) and its number, that of a registration the name of the replica, that of a lease the
+address of the service; there is one table of owners. So a record proves nothing at another place. A store can still
+return an older record of the same place.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class SealedStore:
     """
 
     def __init__(self, store: IndexStore, seals: Seals, offload: Offload) -> None:
-        """`offload` seals and proves chunks (batches of entries) on a thread; nothing else is long."""
+        """`offload` seals and proves chunks on a thread; nothing else is long."""
         self._store = store
         self._seals = seals
         self._offload = offload
@@ -71,12 +71,12 @@ class SealedStore:
         self.drop, self.drop_record, self.size_bytes = store.drop, store.drop_record, store.size_bytes
 
     async def append(self, log: LogName, chunk: StoredChunk, trim_below: int) -> int:
-        """Seal a chunk (batch of entries) and append it (see IndexStore.append)."""
+        """Seal a chunk and append it (see IndexStore.append)."""
         sealed = await self._offload(partial(self._seals.seal, CHUNK, _place(log, chunk.seq), chunk.raw))
         return await self._store.append(log, StoredChunk(chunk.seq, sealed), trim_below)
 
     async def load(self, log: LogName) -> AsyncIterator[list[StoredChunk]]:
-        """Yield the chunks (batches of entries) of a log, NOT_PROVEN instead of forged ones (see IndexStore.load)."""
+        """Yield the chunks of a log, NOT_PROVEN instead of forged ones (see IndexStore.load)."""
         async for page in self._store.load(log):
             yield await self._offload(partial(self._prove_all, log, page))
 

@@ -162,7 +162,7 @@ class SqliteStore:
             return num_records, self._connection.total_changes - before
 
     def append(self, log: LogName, chunk: StoredChunk, trim_below: int) -> int:
-        """Append a chunk (batch of stored block states) to a log, and drop old chunks (see IndexStore.append)."""
+        """Append a chunk to a log, and drop old chunks (see IndexStore.append)."""
         with self._lock, self._named_errors(), self._writing():
             run = self._connection.execute
             run("INSERT OR IGNORE INTO log (name) VALUES (?)", (str(log),))
@@ -179,7 +179,7 @@ class SqliteStore:
             return count
 
     def load(self, log: LogName) -> Iterator[StoredChunk]:
-        """Yield the chunks (batches of stored block states) of a log, ordered by number (see IndexStore.load)."""
+        """Yield the chunks of a log, ordered by number (see IndexStore.load)."""
         after = -1
         while True:
             with self._lock, self._named_errors():

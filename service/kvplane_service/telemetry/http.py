@@ -74,7 +74,6 @@ class Parts(Protocol):
 
     def parts(self) -> Iterable[Iterable[Metric]]:
         """Yield metric families; a family may be in several parts, with other values. The caller pauses in between."""
-        ...
 
 
 class MetricsServer:

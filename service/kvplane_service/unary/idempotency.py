@@ -50,9 +50,7 @@ class OpWindow:
             self._num_bytes -= len(oldest)
 
     def clear(self) -> None:
-        """Drop all answers: a new engine life (the time of one epoch) has begun, in which answers of the previous one
-        are invalid.
-        """
+        """Drop all answers: a new engine life has begun, in which answers of the previous one are invalid."""
         self._answers.clear()
         self._num_bytes = 0
 

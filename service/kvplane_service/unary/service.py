@@ -102,7 +102,7 @@ class UnaryCalls:
             Unavailable: the engine of a replica with a session has not evicted blocks, or reset its cache, in time.
             FailedPrecondition: blocks are to be evicted after the engine has left: its other keys would be lost too; or
                 a prompt is to be prefetched without an engine that the service decides for.
-            StaleEpoch: the header names an engine life (the time of one epoch) that has ended.
+            StaleEpoch: the header names an engine life that has ended.
             OpIdReused: `op_id` was used with other content.
             Busy: too many long contents wait to be hashed, or too many long calls to be applied.
             KvplaneError: the call is refused; nothing changes, and no answer is kept.
@@ -353,7 +353,7 @@ class UnaryCalls:
         return len(hashes) // self.host.scheme.digest.size
 
     def _follow_epoch(self) -> None:
-        """Drop requests and answers of an engine life (the time of one epoch) that has ended."""
+        """Drop requests and answers of an engine life that has ended."""
         if self._epoch != self.host.epoch:
             self._epoch = self.host.epoch
             self._book = RequestBook(self._config.max_requests)

@@ -4,6 +4,7 @@ equivalent grpcurl command.
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shlex
@@ -28,8 +29,15 @@ from kvplane_tools.cli.options import DEFAULT_SERVICE, SERVICE_VARIABLE, TOKEN_V
 
 if TYPE_CHECKING:
     from kvplane import Client
-    from kvplane.unary.calls import Call
+    from kvplane.unary import calls as calls
     from kvplane.v1.allocation_pb2 import DescribeReplicaResponse, ReplicaSummary
+else:
+
+    class _Imported:
+        def __getattr__(self, name: str) -> object:
+            return getattr(importlib.import_module("kvplane.unary.calls"), name)
+
+    calls = _Imported()  # when a command needs it, not for the help
 
 
 @contextmanager
@@ -107,7 +115,7 @@ def described(client: Client, replicas: Iterable[ReplicaSummary]) -> Iterator[De
             yield client.describe_replica(one.replica)
 
 
-def print_call(grpcurl: bool, call: Call[Any]) -> None:
+def print_call(grpcurl: bool, call: calls.Call[Any]) -> None:
     """With `grpcurl`, print the grpcurl command line that makes the call at the given service, and end the command."""
     if not grpcurl:
         return

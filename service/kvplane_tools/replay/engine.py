@@ -32,15 +32,12 @@ class StepSession(Protocol):
     @property
     def spec(self) -> ReplicaSpec:
         """The settings of the replica."""
-        ...
 
     def submit(self, *parts: Part) -> int:
         """Send one complete step without waiting, and return its number."""
-        ...
 
     def receive(self) -> StepResult:
         """Wait for the next result."""
-        ...
 
 
 class Engine:

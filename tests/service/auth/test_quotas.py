@@ -25,7 +25,7 @@ from kvplane_service.auth.visible import VisibleReplicas
 from kvplane_service.replicas.host import new_replica
 from kvplane_service.rpc import allocation
 from kvplane_service.rpc.sources import Planned, plan_source
-from kvplane_service.store.expiry import expire_all
+from kvplane_service.store.ownership import expire_all
 from tests.service.guarded import Caller, Guard
 from tests.service.rig import SPEC, Service, error_of, refusal, running, until
 from tests.twins import weakened

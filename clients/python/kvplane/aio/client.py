@@ -17,13 +17,13 @@ from kvplane.aio.session import Session
 from kvplane.aio.unary import UnaryCalls
 from kvplane.base.errors import FailedPrecondition, KvplaneError, Unavailable
 from kvplane.base.events import EventBatch
+from kvplane.base.trace import trace_metadata
 from kvplane.rpc.access import Access, Tls, Token
 from kvplane.rpc.channel import MAX_MESSAGE_BYTES, open_aio_channel
 from kvplane.rpc.status import RpcOutcome, error_of_rpc
 from kvplane.sansio.driver import Pause, drive_async
 from kvplane.sansio.owners import Owners
 from kvplane.sansio.retry import RetryPolicy
-from kvplane.sansio.tracing import trace_metadata
 from kvplane.session.options import SessionOptions
 from kvplane.session.reopening import Revival
 from kvplane.unary import calls
@@ -122,10 +122,10 @@ class Client(UnaryCalls):
         Args:
             replica: name of the replica.
             revive: a function that returns the engine's requests and its page memory; called now and after each restart
-                of the service; see Revival. With the stamps of the page memory (the version numbers of the pages'
-                contents), prefixes that were cached before a restart are hits after the restart. None: the session
-                records the requests itself; after a restart they are preempted and the prefix cache is empty (where
-                this is impossible, see KnownRequests, the session ends).
+                of the service; see Revival. With the stamps of the page memory, prefixes that were cached before a
+                restart are hits after the restart. None: the session records the requests itself; after a restart they
+                are preempted and the prefix cache is empty (where this is impossible, see KnownRequests, the session
+                ends).
             options: see SessionOptions.
         """
         self._require_open()

@@ -77,8 +77,8 @@ class JobRow(NamedTuple):
         epoch, seq, part: the step and the part whose orders include the job; the rank has carried them out.
         after: step that must be executed before a load may begin (`PartResult.admit_load_after`).
         tier, slot, version: slot that is read, with the version that it must have; of a save, the slot that is written.
-        block, stamp: page that is written or read, with the stamp (version number of its content) that it must have. Of
-            a move, the tier and the slot that are written.
+        block, stamp: page that is written or read, with the stamp that it must have. Of a move, the tier and the slot
+            that are written.
         group: group of the page; 0 for a move.
         key: of the block, as seals have it (`Orders.load_key`).
     """

@@ -83,8 +83,8 @@ class OpenRequest:
             current epoch after a broken stream.
         with_events: whether answers contain cache events.
         client: name of the client, for operators.
-        stamp_table: for a new epoch on unchanged page memory: one stamp (version number of the page's content)
-            per block; a prefix cache key stays valid if its stamp is the block's stamp. Empty: no key stays valid.
+        stamp_table: for a new epoch on unchanged page memory: one stamp per block; a prefix cache key stays valid if
+            its stamp is the block's stamp. Empty: no key stays valid.
         incarnation: identifies the page memory, 0 = unknown; cache entries stored for another incarnation are dropped.
         busy_blocks: for a new epoch: blocks that loads (transfers into pages from outside) may still write: loads
             of earlier lives, or of requests that `Resume` lists as loading. The service does not allocate these blocks.
@@ -182,7 +182,6 @@ class SessionTransport(Protocol):
 
     def open(self, request: OpenRequest) -> Opened:
         """Open a new stream to the service instead of the previous one, and return the service's first answer."""
-        ...
 
     def send(self, step: Step) -> None:
         """Send a step without waiting for its answer. A broken stream is not an error here: `receive` raises it.
@@ -190,24 +189,19 @@ class SessionTransport(Protocol):
         Raises:
             InvalidArgument: a value cannot be encoded; nothing was sent.
         """
-        ...
 
     def receive(self) -> StepResult | KvplaneError:
         """Wait for the next answer, in the order in which steps were sent: the result of a step, or the refusal of a
         step.
         """
-        ...
 
     def heartbeat(self, waiting_requests: int | None = None) -> None:
         """Send a heartbeat, so that the session's lease does not expire."""
-        ...
 
     def close(self) -> None:
         """Close the stream, so that the service frees the session's requests. Ignores an unreachable service."""
-        ...
 
     def abort(self) -> None:
         """Cancel the stream and refuse to open another stream. Any thread may call this method. Calls that wait raise
         Unavailable.
         """
-        ...

@@ -66,8 +66,7 @@ class StampReading:
 
 
 def agreed_stamps(readings: Sequence[StampReading]) -> tuple[int, ...]:
-    """Merge the stamp tables of all ranks into one stamp (version number of the page's content) per block, for
-    `OpenRequest.stamp_table`.
+    """Merge the stamp tables of all ranks into one stamp per block, for `OpenRequest.stamp_table`.
 
     A block's stamp is 0 unless all ranks have the same stamp for the block and this stamp is newer than the last reset
     of the cache on every rank. The null block's stamp is the stamp of the last reset.
@@ -213,8 +212,8 @@ class StampTable:
         return bool(self._words[_PART] & _BUSY)
 
     def claim(self, epoch: int, next_seq: int = 1) -> None:
-        """Make an engine life (the time of one epoch) the owner of the pages: the only one that may write them.
-        Claiming the same epoch a second time changes nothing.
+        """Make an engine life the owner of the pages: the only one that may write them. Claiming the same epoch a
+        second time changes nothing.
 
         The exception is `next_seq`, which may increase before the first orders, since the service claims a rank without
         knowing the engine's step numbers.
@@ -313,15 +312,15 @@ class StampTable:
             )
 
     def write(self, blocks: Sequence[int], stamps: Sequence[int]) -> None:
-        """Write the stamps (version numbers of the pages' contents) of blocks. A stamp written for the null block
-        records a reset of the cache. The blocks must be in the pool.
+        """Write the stamps of blocks. A stamp written for the null block records a reset of the cache. The blocks must
+        be in the pool.
         """
         assert len(blocks) == len(stamps)
         _exhaust(map(self._stamps.__setitem__, blocks, stamps))
 
     def invalidate(self, blocks: Sequence[int]) -> None:
-        """Record that no further orders of this epoch are accepted, then set the stamps (version numbers of the pages'
-        contents) of these blocks to 0, unknown content. The blocks must be in the pool.
+        """Record that no further orders of this epoch are accepted, then set the stamps of these blocks to 0, unknown
+        content. The blocks must be in the pool.
         """
         self._words[_PART] |= _BUSY
         _exhaust(map(self._stamps.__setitem__, blocks, repeat(0)))

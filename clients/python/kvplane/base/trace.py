@@ -1,4 +1,5 @@
-"""W3C trace contexts in steps and requests: "00-<trace id>-<span id>-<flags>".
+"""W3C trace contexts in steps and requests, "00-<trace id>-<span id>-<flags>", and that of the engine, if it uses
+OpenTelemetry: the client neither requires nor imports that.
 
 See https://www.w3.org/TR/trace-context/, version 00. A malformed context is ignored, as the standard requires.
 """
@@ -6,6 +7,7 @@ See https://www.w3.org/TR/trace-context/, version 00. A malformed context is ign
 from __future__ import annotations
 
 import re
+import sys
 from typing import NamedTuple
 
 SAMPLED = 1
@@ -41,3 +43,18 @@ def parse_traceparent(traceparent: str) -> TraceContext | None:
         return None
     trace_id, span_id, flags = (int(text, 16) for text in found.groups())
     return TraceContext(trace_id, span_id, flags) if trace_id and span_id else None
+
+
+def current_traceparent() -> str:
+    """Return the W3C traceparent of the caller's current span; "" if there is none."""
+    trace = sys.modules.get("opentelemetry.trace")
+    if trace is None:
+        return ""
+    context = trace.get_current_span().get_span_context()
+    return str(TraceContext(context.trace_id, context.span_id, int(context.trace_flags))) if context.is_valid else ""
+
+
+def trace_metadata() -> tuple[tuple[str, str], ...] | None:
+    """Return the gRPC metadata with the caller's trace context; None if there is no current span."""
+    traceparent = current_traceparent()
+    return (("traceparent", traceparent),) if traceparent else None

@@ -18,7 +18,6 @@ class Packed(Protocol):
 
     def unpacked(self) -> Mapping[str, object]:
         """Return these fields by name. They share no memory that changes with this object."""
-        ...
 
 
 def made_when_read(cls: type[_T]) -> type[_T]:

@@ -14,6 +14,7 @@ import grpc
 from kvplane import wire
 from kvplane.base.errors import FailedPrecondition, KvplaneError, Unavailable
 from kvplane.base.events import EventBatch
+from kvplane.base.trace import trace_metadata
 from kvplane.blocking.opening import Sessions, ending
 from kvplane.blocking.session import Session
 from kvplane.blocking.unary import UnaryCalls
@@ -23,7 +24,6 @@ from kvplane.rpc.status import RpcOutcome, error_of_rpc
 from kvplane.sansio.driver import Pause, drive
 from kvplane.sansio.owners import Owners
 from kvplane.sansio.retry import RetryPolicy
-from kvplane.sansio.tracing import trace_metadata
 from kvplane.session.options import SessionOptions
 from kvplane.session.reopening import Revival
 from kvplane.unary import calls

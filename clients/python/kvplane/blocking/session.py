@@ -47,9 +47,9 @@ class Session(SessionView):
     StaleEpoch, OtherWriter, NotFound and SequenceError end the session; every later call raises the same error.
 
     If the service restarts, a session with a `revive` (`Client.session` always provides one) sends the new process the
-    requests, and the stamps of the page memory (version numbers of the pages' contents) if `revive` returns any. The
-    answers to steps in flight then grant nothing and list the preempted requests. The epoch changes; step numbers
-    continue. The same happens if the service drains and another service is available, as soon as nothing is in flight.
+    requests, and the stamps of the page memory if `revive` returns any. The answers to steps in flight then grant
+    nothing and list the preempted requests. The epoch changes; step numbers continue. The same happens if the service
+    drains and another service is available, as soon as nothing is in flight.
 
     Do not modify a part before it is answered. One thread at a time may call: a call during another call raises
     FailedPrecondition. A daemon thread keeps the lease while the engine is busy, and another one takes answers as they

@@ -90,15 +90,12 @@ class RpcOutcome(Protocol):
 
     def code(self) -> grpc.StatusCode:
         """Return the status code."""
-        ...
 
     def details(self) -> str | None:
         """Return the status message."""
-        ...
 
     def trailing_metadata(self) -> Iterable[tuple[str, str | bytes]] | None:
         """Return pairs of key and value; the values of keys that end in "-bin" are bytes."""
-        ...
 
 
 def status_code(error: KvplaneError) -> grpc.StatusCode:

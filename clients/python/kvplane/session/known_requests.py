@@ -1,9 +1,9 @@
 """A record of a session's requests, made from the session's own steps, for a session without a `revive` (a function of
 the engine that returns its requests).
 
-After a restart, the session sends these requests to the service, and no stamps (version numbers of the pages'
-contents). So the service recovers no cache entry and preempts every request, and the engine admits them again. For
-requests with external transfers this is impossible, since the steps do not show which pages a transfer reads or writes.
+After a restart, the session sends these requests to the service, and no stamps. So the service recovers no cache entry
+and preempts every request, and the engine admits them again. For requests with external transfers this is impossible,
+since the steps do not show which pages a transfer reads or writes.
 """
 
 from __future__ import annotations

@@ -33,9 +33,9 @@ from kvplane.base.errors import (
 )
 from kvplane.base.session import NEW_EPOCH, Opened, OpenRequest
 from kvplane.base.step import Part, Step, StepResult
+from kvplane.base.trace import current_traceparent
 from kvplane.sansio.driver import Pause, Work
 from kvplane.sansio.retry import Attempts, RetryPolicy
-from kvplane.sansio.tracing import current_traceparent
 from kvplane.session.known_requests import KnownRequests
 from kvplane.session.reopening import Revival
 from kvplane.session.state import SessionState

@@ -1,11 +1,11 @@
 """How a session continues after its service restarted. Functions without I/O, for the blocking and the asyncio session.
 
-The restarted service recovers the cache entries for which the stamps of the page memory (version numbers of the pages'
-contents) prove that the pages are unchanged; it has lost all requests. The session sends the stamps, every request, and
-the blocks of running requests (the image). The session itself answers the steps in flight: nothing was granted, and
-running requests that are not in the image were preempted. The engine sees a pause; preempted requests hit their cached
-prefixes when they are admitted again. The engine's step numbers continue, the new service's step numbers begin at 1:
-`StepNumbering` converts between them.
+The restarted service recovers the cache entries for which the stamps of the page memory prove that the pages are
+unchanged; it has lost all requests. The session sends the stamps, every request, and the blocks of running requests
+(the image). The session itself answers the steps in flight: nothing was granted, and running requests that are not in
+the image were preempted. The engine sees a pause; preempted requests hit their cached prefixes when they are admitted
+again. The engine's step numbers continue, the new service's step numbers begin at 1: `StepNumbering` converts between
+them.
 
 If the service refuses the image, all running requests are preempted instead.
 """
@@ -28,8 +28,7 @@ class Revival:
     With a `resume`, every launch must have finished.
 
     Attributes:
-        stamp_table: one stamp (version number of the page's content) per block, on which all ranks agree; 0 where they
-            differ.
+        stamp_table: one stamp per block, on which all ranks agree; 0 where they differ.
         incarnation: identifies the page memory, 0 = unknown.
         news: every request that has not ended, in its current state, with all its tokens or hashes.
         running: slots of requests that hold blocks.

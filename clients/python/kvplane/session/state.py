@@ -23,8 +23,7 @@ from kvplane.session.reopening import Revival, StepNumbering
 
 
 class SessionState:
-    """The step numbers of one session in one engine life (the time of one epoch), and the steps in flight: sent and not
-    answered.
+    """The step numbers of one session in one engine life, and the steps in flight: sent and not answered.
 
     Attributes:
         epoch, spec, kept_keys, lease_ms, max_rows, max_steps: as the service answered when the session opened, see

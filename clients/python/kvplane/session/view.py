@@ -110,7 +110,6 @@ class Looked(Protocol):
     @property
     def ready(self) -> Callable[[], StepResult | None]:
         """Read before each look, because a transport may have another one for each stream."""
-        ...
 
 
 def looked_at(transport: object) -> Looked | None:

@@ -25,6 +25,7 @@ _M = TypeVar("_M", bound=Message)
 LONG, SHORT = 1 << 15, 1 << 5  # entries from which on columns stay packed, see `Column.packed_from`
 U32, I32, U64 = "I", "i", "Q"
 _SWAP = sys.byteorder == "big"
+_SMALL = [bytes([number]) for number in range(128)]
 _SIZES = {U32: 4, I32: 4, U64: 8}
 _NAMES = {U32: "u32", I32: "i32", U64: "u64"}
 _BOUNDS = {U32: (0, 2**32 - 1), I32: (-(2**31), 2**31 - 1), U64: (0, 2**64 - 1)}
@@ -223,3 +224,22 @@ def _cannot_pack(values: Sequence[object], code: str, name: str) -> InvalidArgum
                 remedy=f"give integers from {low} to {high}",
             )
     raise AssertionError(f"{name}: every entry is a valid {_NAMES[code]}, but all of them together could not be packed")
+
+
+def tag_of(message: type[Message], name: str, wire_type: int = 2) -> bytes:
+    """Return the serialized tag of a field; by default of a packed column, a text or a message."""
+    return varint(message.DESCRIPTOR.fields_by_name[name].number << 3 | wire_type)
+
+
+def varint(number: int) -> bytes:
+    """Serialize a number of a field, or the length of one."""
+    if number < 128:
+        return _SMALL[number]
+    if number < 1 << 14:
+        return bytes((number & 127 | 128, number >> 7))
+    written = bytearray()
+    while number > 127:
+        written.append(number & 127 | 128)
+        number >>= 7
+    written.append(number)
+    return bytes(written)

@@ -19,33 +19,12 @@ from kvplane.base.step import Facts, OnRefusal, Part, Run, Step
 from kvplane.base.when_read import given_fields
 from kvplane.v1 import step_pb2 as pb
 from kvplane.v1.allocation_pb2 import SessionRequest
-from kvplane.wire.columns import pack
+from kvplane.wire.columns import pack, tag_of, varint
 from kvplane.wire.sections import Section
 from kvplane.wire.tables import FACTS, RUN
 
 _IS_LITTLE = sys.byteorder == "little"
-_BYTES = 2  # wire type of packed columns, texts and messages
-_SMALL = [bytes([number]) for number in range(128)]
 _NO_COUNTS = array("I")
-
-
-def _tag(message: Any, name: str, wire_type: int = _BYTES) -> bytes:  # noqa: ANN401
-    number: int = message.DESCRIPTOR.fields_by_name[name].number
-    assert number < 16, "one byte holds a tag of smaller numbers"
-    return bytes([number << 3 | wire_type])
-
-
-def _varint(number: int) -> bytes:
-    if number < 128:
-        return _SMALL[number]
-    if number < 1 << 14:
-        return bytes((number & 127 | 128, number >> 7))
-    written = bytearray()
-    while number > 127:
-        written.append(number & 127 | 128)
-        number >>= 7
-    written.append(number)
-    return bytes(written)
 
 
 class _Section:
@@ -56,9 +35,9 @@ class _Section:
     def __init__(self, name: str, message: Any, of: Section) -> None:  # noqa: ANN401
         codes = {column.name: column.code for column in of.columns.each}
         codes |= {other.name: "" for other in of.others.values() if other.kind == "hashes"}
-        names = sorted(codes, key=lambda one: _tag(message, one))
-        self.tag = _tag(pb.Part, name)
-        self.each = [(_tag(message, one), one, codes[one]) for one in names]
+        names = sorted(codes, key=lambda one: tag_of(message, one))
+        self.tag = tag_of(pb.Part, name)
+        self.each = [(tag_of(message, one), one, codes[one]) for one in names]
         self.read: Callable[[object], tuple[Any, ...]] = attrgetter(*names)
 
     def write(self, section: object, where: str) -> bytes:
@@ -70,17 +49,17 @@ class _Section:
                     raw = values.tobytes()
                 else:
                     raw = pack(values, code, where, name) if code else values
-                written += (tag, _varint(len(raw)), raw)
+                written += (tag, varint(len(raw)), raw)
         if not written:
             return b""
         raw = b"".join(written)
-        return b"".join((self.tag, _varint(len(raw)), raw))
+        return b"".join((self.tag, varint(len(raw)), raw))
 
 
 _FACTS = _Section("facts", pb.Facts, FACTS)
 _RUN = _Section("run", pb.Run, RUN)
-_PARTS, _TRACEPARENT, _STEP = _tag(pb.Step, "parts"), _tag(pb.Step, "traceparent"), _tag(SessionRequest, "step")
-_NUMBERS = [_tag(pb.Step, name, 0) for name in ("epoch", "seq", "part", "more", "executed_through")]
+_PARTS, _TRACEPARENT, _STEP = tag_of(pb.Step, "parts"), tag_of(pb.Step, "traceparent"), tag_of(SessionRequest, "step")
+_NUMBERS = [tag_of(pb.Step, name, 0) for name in ("epoch", "seq", "part", "more", "executed_through")]
 _NUMBERS.append(_PARTS)  # whose length is the next number
 _WRITTEN = {"facts", "run"}
 
@@ -101,13 +80,13 @@ def step_bytes(step: Step) -> bytes | None:
     fields: list[bytes] = []
     for tag, value in zip(_NUMBERS, values):  # noqa: B905 - `strict` is slow, and every step comes here
         if value or tag is _PARTS:
-            fields += (tag, _varint(value))
+            fields += (tag, varint(value))
     fields.append(written)
     if step.traceparent:
         trace = step.traceparent.encode()
-        fields += (_TRACEPARENT, _varint(len(trace)), trace)
+        fields += (_TRACEPARENT, varint(len(trace)), trace)
     raw = b"".join(fields)
-    return b"".join((_STEP, _varint(len(raw)), raw))
+    return b"".join((_STEP, varint(len(raw)), raw))
 
 
 def _sections(parts: Sequence[Part]) -> bytes | None:

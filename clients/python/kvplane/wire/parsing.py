@@ -19,6 +19,7 @@ from kvplane.base.errors import InvalidArgument, LimitExceeded
 from kvplane.base.hashing import PackedHashes
 from kvplane.base.hashing.native import varints
 from kvplane.v1.allocation_pb2 import RequestContent as _Numbers
+from kvplane.wire.columns import tag_of, varint
 
 # Four continuation bytes and a fifth byte with more than the four highest bits of a u32.
 _OVER_32_BITS = re.compile(rb"[\x80-\xff]{4}[\x10-\xff]")
@@ -27,7 +28,7 @@ _MAX_FIELDS = 64  # of a message, or a part of it, in which a long column is loo
 _LONG_BYTES = 1 << 16  # of a message whose fields are counted before it is parsed
 MAX_FIELDS = 1 << 17  # of a message and of those in it; hashes of one size that follow each other are one
 _PIECE_BYTES = 1 << 15  # of packed numbers, which protobuf parses within a millisecond
-_NUMBERS = bytes([_Numbers.DESCRIPTOR.fields_by_name["token_ids"].number << 3 | _LEN])
+_NUMBERS = tag_of(_Numbers, "token_ids")
 _UNSIGNED = (FieldDescriptor.TYPE_UINT32, FieldDescriptor.TYPE_SINT32)
 
 _M = TypeVar("_M", bound=Message)
@@ -197,9 +198,7 @@ def _without(raw: bytes, path: list[_Field]) -> bytes:
     """Return the message without the last field of the path."""
     rest = b""
     for field, outer in zip(reversed(path), [*reversed(path[:-1]), _Field("", 0, 0, len(raw))], strict=True):
-        value = (
-            b"" if field is path[-1] else raw[field.begin : _varint(raw, field.begin)[1]] + _bytes_of(len(rest)) + rest
-        )
+        value = b"" if field is path[-1] else raw[field.begin : _varint(raw, field.begin)[1]] + varint(len(rest)) + rest
         rest = raw[outer.start : field.begin] + value + raw[field.end : outer.end]
     return rest
 
@@ -218,7 +217,7 @@ def _numbers(packed: memoryview) -> array[int]:
         piece = bytes(packed[at:end])
         if _OVER_32_BITS.search(piece):
             raise ValueError("a number has more than 32 bits")
-        numbers.extend(array("I", _Numbers.FromString(_NUMBERS + _bytes_of(len(piece)) + piece).token_ids[:]))
+        numbers.extend(array("I", _Numbers.FromString(_NUMBERS + varint(len(piece)) + piece).token_ids[:]))
         at = end
     return numbers
 
@@ -266,17 +265,7 @@ def split_field(raw: bytes, outer: int, inner: int) -> tuple[bytes, memoryview]:
         return raw, view[:0]
     begin, start, end = found[0]
     rest = raw[body:begin] + raw[end:]
-    return _bytes_of(outer << 3 | _LEN) + _bytes_of(len(rest)) + rest, view[start:end]
-
-
-def _bytes_of(value: int) -> bytes:
-    """Return a number as a protobuf varint."""
-    made = bytearray()
-    while value >= 0x80:
-        made.append(value & 0x7F | 0x80)
-        value >>= 7
-    made.append(value)
-    return bytes(made)
+    return varint(outer << 3 | _LEN) + varint(len(rest)) + rest, view[start:end]
 
 
 def _cut_fields(descriptor: Descriptor, raw: bytes, where: str) -> Iterator[str]:

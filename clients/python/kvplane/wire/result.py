@@ -1,12 +1,14 @@
-"""Conversion of StepResult, its parts and cache events to and from protobuf."""
+"""Conversion of StepResult, its parts, cache events and batches of these to and from protobuf."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from kvplane.base.errors import InvalidArgument
+from kvplane.base.events import KEY_BYTES, EventBatch, GroupDigest
 from kvplane.base.groups import Medium
 from kvplane.base.step import Blocks, CacheEvent, EventKind, PartResult, RemoveReason, StepResult
+from kvplane.v1 import events_pb2
 from kvplane.v1 import step_pb2 as pb
 from kvplane.wire.columns import U32, build, pack, unpack, wrong_total
 from kvplane.wire.sections import decode_section, encode_section
@@ -113,3 +115,24 @@ def _decode_part(message: pb.PartResult, where: str) -> PartResult:
 def _check_blocks(blocks: Blocks, where: str) -> None:
     if len(blocks.ids) != sum(blocks.count):
         raise wrong_total(f"{where}.ids", len(blocks.ids), "ids", sum(blocks.count), f"{where}.count")
+
+
+_SAME = ("seq", "epoch", "gap", "withdrawn", "restored")
+
+
+def encode_batch(batch: EventBatch) -> events_pb2.SubscribeResponse:
+    """Return the message of a batch."""
+    fields = {name: getattr(batch, name) for name in _SAME}
+    digests = [
+        events_pb2.GroupDigest(group=one.group, keys=one.keys, sum=one.sum.to_bytes(KEY_BYTES, "big"))
+        for one in batch.digests
+    ]
+    events = [encode_event(one) for one in batch.events]
+    return build(events_pb2.SubscribeResponse, "batch", {**fields, "events": events, "digests": digests})
+
+
+def decode_batch(message: events_pb2.SubscribeResponse) -> EventBatch:
+    """Return the batch of a message."""
+    events = tuple(decode_event(event, f"events[{at}]") for at, event in enumerate(message.events))
+    digests = tuple(GroupDigest(one.group, one.keys, int.from_bytes(one.sum, "big")) for one in message.digests)
+    return EventBatch(events=events, digests=digests, **{name: getattr(message, name) for name in _SAME})

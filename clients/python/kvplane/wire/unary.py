@@ -1,21 +1,40 @@
-"""Conversion of the arguments of unary calls to protobuf.
+"""Conversion of the arguments of unary calls, and of model and layer sources in them, to protobuf.
 
-The answers are not converted: the clients return the protobuf messages, since unary calls are not time-critical.
+The answers are not converted: the clients return the protobuf messages, since unary calls are not time-critical. The
+service's planner checks the values of sources.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from kvplane.base.groups import ReplicaSpec
+from kvplane.base.groups import Drafter, ReplicaSpec
 from kvplane.base.requests import Allocate, At, Commit, Content, Ending
-from kvplane.base.sources import LayerSource, ModelSource
+from kvplane.base.sources import LayerSource, ModelSource, PoolSettings
 from kvplane.base.step import NO_EXTRA_KEYS
 from kvplane.v1 import allocation_pb2 as pb
+from kvplane.v1 import replica_pb2
 from kvplane.wire.extra_keys import encode_extra_keys
+from kvplane.wire.layers import encode_layer
 from kvplane.wire.same import encode_enum, encode_same
-from kvplane.wire.sources import encode_layer_source, encode_model_source
-from kvplane.wire.spec import encode_spec
+from kvplane.wire.spec import encode_spec, encode_tiers
+
+
+def encode_model_source(source: ModelSource) -> replica_pb2.ModelSource:
+    """Return the message of a ModelSource."""
+    return encode_same(source, replica_pb2.ModelSource, "model", **_settings(source))
+
+
+def encode_layer_source(source: LayerSource) -> replica_pb2.LayerSource:
+    """Return the message of a LayerSource."""
+    layers = [encode_layer(layer, f"layers[{at}]") for at, layer in enumerate(source.layers)]
+    stages = [replica_pb2.PipelineStage(layer_names=names) for names in source.stages]
+    return encode_same(source, replica_pb2.LayerSource, "layers", layers=layers, stages=stages, **_settings(source))
+
+
+def _settings(source: PoolSettings) -> dict[str, Any]:
+    drafter = 0 if source.drafter is Drafter.NONE else encode_enum(replica_pb2.Drafter, source.drafter)
+    return {"tiers": encode_tiers(source.tiers), "drafter": drafter}
 
 
 def encode_source(source: ReplicaSpec | ModelSource | LayerSource) -> dict[str, Any]:

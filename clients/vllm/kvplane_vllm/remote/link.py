@@ -57,19 +57,15 @@ class Memory(Protocol):
 
     def terms(self) -> dict[str, Any]:
         """Return the options with which a session begins a new engine life on this memory."""
-        ...
 
     def own(self, epoch: int) -> None:
         """Make the engine life of this epoch the only one whose orders the ranks accept."""
-        ...
 
     def write_stamps(self, orders: Orders) -> None:
         """Write the stamps of orders before the ranks do."""
-        ...
 
     def invalidate(self) -> None:
         """Let the stamps prove no key any more."""
-        ...
 
 
 class Link:

@@ -32,11 +32,10 @@ from kvplane.base.session import CacheRequest
 from kvplane.base.step import ANY_HIT, UNLIMITED, AdmitStatus, Cache, End, News, Part, PartResult, RowFlag
 from kvplane_core.face.part_rows import Update, admit_section, facts_section, news_section
 from kvplane_vllm.tiers import hints
-from kvplane_vllm.tiers.filled import Filled
 from kvplane_vllm.tiers.host import HostAllocator
 from kvplane_vllm.tiers.messages import NO_ORDERS, Copies, Progress, StepOrders
 from kvplane_vllm.tiers.plans import blocks_of, copies_between, last_state, overwritten_by
-from kvplane_vllm.tiers.shadows import Counts, Prompt, Shadow, State
+from kvplane_vllm.tiers.shadows import Counts, Filled, Prompt, Shadow, State
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput

@@ -1,6 +1,6 @@
 // Checks the state of a core: the structures that steps and look-ups use, in slices, without a change.
 //
-// The invariants are those of `invariants.py` and `tiers/invariants.py`, with their names, and what only these
+// The invariants are those of `invariants.py`, with their names, and what only these
 // structures have: places and tags in the index, rings of shared keys, what readers of lists have seen.
 #pragma once
 

@@ -36,11 +36,10 @@ from kvplane_core.face.interface import (
 )
 from kvplane_core.face.native.hashers import Hashers
 from kvplane_core.face.native.open_step import NativeOpenStep, hit_of
-from kvplane_core.face.native.reads import Read
 from kvplane_core.face.native.row_views import NativeCoordinator, NativeTracker
 from kvplane_core.face.native.settings import of_group, of_hashes, of_tiers, settings
 from kvplane_core.face.native.tiers import NativeTiers, stamps_of
-from kvplane_core.face.native.views import NativeEvents, NativeRequests
+from kvplane_core.face.native.views import NativeEvents, NativeRequests, Read
 from kvplane_core.face.packed_values import ValueReader, pack_value
 from kvplane_core.face.reasons import Refusal
 from kvplane_core.face.recovery import PoolShape, RecoveredState, RecoveryOutcome, verify_entries

@@ -12,8 +12,7 @@ from kvplane_core.face.columns import SLICE_BLOCKS
 from kvplane_core.face.counters import GroupUse, TierCounters
 from kvplane_core.face.entries import stored_events
 from kvplane_core.face.keys import Key
-from kvplane_core.face.native.reads import Read
-from kvplane_core.face.native.views import tier_events_of
+from kvplane_core.face.native.views import Read, tier_events_of
 
 Unpack = Callable[[tuple[int, bytes]], Key]
 

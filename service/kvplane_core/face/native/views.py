@@ -1,10 +1,10 @@
-"""Views of the compiled core: the columns of its requests, its groups, and the events of its answers."""
+"""Views of the compiled core: its attributes, the columns of its requests, and the events of its answers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
-from typing import Any, overload
+from typing import Any, Generic, Protocol, TypeVar, overload
 
 from kvplane.base.groups import Medium
 from kvplane.base.hashing import PackedHashes
@@ -22,7 +22,36 @@ from kvplane.base.step import (
 from kvplane_core.cpp import _native
 from kvplane_core.face.cache_events import CacheEvents
 from kvplane_core.face.contents import HashedRows
-from kvplane_core.face.native.reads import Read
+
+T = TypeVar("T")
+
+
+class HasCore(Protocol):
+    """An object that reads a compiled core."""
+
+    @property
+    def core(self) -> object:
+        """The core."""
+
+
+class Read(Generic[T]):
+    """An attribute whose value is the answer to the question of its name, or what `made` makes of the answer."""
+
+    def __init__(self, made: Callable[[Any], T] | None = None, question: str = "") -> None:
+        self._made, self._question = made, question
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._question = self._question or name
+
+    @overload
+    def __get__(self, of: None, owner: type) -> Read[T]: ...
+    @overload
+    def __get__(self, of: HasCore, owner: type) -> T: ...
+    def __get__(self, of: HasCore | None, owner: type) -> Read[T] | T:
+        if of is None:
+            return self
+        answer = _native.read(of.core, self._question)
+        return answer if self._made is None else self._made(answer)
 
 
 class NativeRequests:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from kvplane.base.groups import GroupKind, MambaMode
 from kvplane_core.spec.managers.base import GroupManager as GroupManager
-from kvplane_core.spec.managers.chunked import ChunkedLocalManager
-from kvplane_core.spec.managers.cross import CrossAttentionManager
 from kvplane_core.spec.managers.full import FullAttentionManager, RetainedWindowManager, SinkManager
 from kvplane_core.spec.managers.mamba import AlignedStateManager
 from kvplane_core.spec.managers.questions import GroupSetup as GroupSetup
-from kvplane_core.spec.managers.ring import RingManager
-from kvplane_core.spec.managers.uncached_state import UncachedStateManager
-from kvplane_core.spec.managers.window import SlidingWindowManager
+from kvplane_core.spec.managers.uncached import CrossAttentionManager, RingManager, UncachedStateManager
+from kvplane_core.spec.managers.window import ChunkedLocalManager, SlidingWindowManager
 
 _BY_KIND: dict[GroupKind, type[GroupManager]] = {
     GroupKind.FULL_ATTENTION: FullAttentionManager,

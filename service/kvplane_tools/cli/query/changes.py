@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
 import typer
 
 from kvplane.base.errors import FailedPrecondition, InvalidArgument, Unavailable
-from kvplane_tools.cli.client import client_of, print_call
+from kvplane_tools.cli.client import calls, client_of, print_call
 from kvplane_tools.cli.options import Grpcurl, Replica, Wait, duration
 from kvplane_tools.cli.output import counted, word
 from kvplane_tools.cli.query.prompt import Domain, Lora, Salt, Tokens, content_of
@@ -27,8 +27,6 @@ def deregister_command(replica: Replica, yes: Yes = False, grpcurl: Grpcurl = Fa
 
     Of a replica that an engine uses, this needs the scope admin.
     """
-    from kvplane.unary import calls
-
     print_call(grpcurl, calls.deregister_replica(replica))
     with client_of() as client:
         answer = client.describe_replica(replica)
@@ -54,8 +52,6 @@ def reset_command(
     A replica that an engine uses is changed in the next step of the engine, and needs the scope admin. An engine
     without requests runs no step; only its ranks write the stamps that make the change final.
     """
-    from kvplane.unary import calls
-
     print_call(grpcurl, calls.reset_prefix_cache(replica))
     with client_of() as client:
         answer = client.describe_replica(replica)
@@ -85,8 +81,6 @@ def evict_command(
     A replica that an engine uses is changed in the next step of the engine, as by `kvplane reset`, and needs the scope
     admin. After the engine has left, blocks are not evicted one by one.
     """
-    from kvplane.unary import calls
-
     if bool(blocks) == (tokens is not None):
         raise InvalidArgument("it is not clear what to evict", field="BLOCKS", remedy="give blocks, or --tokens")
     with client_of() as client:
@@ -119,8 +113,6 @@ def prefetch_command(
 
     The engine's next step orders it. Only a replica with a host and a disk tier has something to copy.
     """
-    from kvplane.unary import calls
-
     content = content_of(tokens, domain, salt, lora)
     print_call(grpcurl, calls.prefetch(replica, content, within_s=within))
     with client_of() as client:
@@ -148,8 +140,6 @@ def retain_command(
     Nothing is held: an allocation that needs the blocks still gets them. What is not cached is not retained. With an
     engine, its next step does it.
     """
-    from kvplane.unary import calls
-
     content = content_of(tokens, domain, salt, lora)
     print_call(grpcurl, calls.retain(replica, content, ttl_s=ttl, priority=priority))
     with client_of() as client:

@@ -9,7 +9,7 @@ import typer
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.values import UNLIMITED, AdmitStatus
-from kvplane_tools.cli.client import client_of, print_call
+from kvplane_tools.cli.client import calls, client_of, print_call
 from kvplane_tools.cli.options import TABLE, Grpcurl, Output, Replica, RequestName
 from kvplane_tools.cli.output import age, columns, counted, show, word
 from kvplane_tools.cli.query.prompt import Domain, Lora, Salt, Tokens, content_of
@@ -73,8 +73,6 @@ def explain_command(
     """Explain the prefix-cache hit length of a prompt, or of a request at its latest attempt to be admitted, or what a
     block has had. A request without a name is called as `kvplane requests` lists it: --request "slot 0".
     """
-    from kvplane.unary import calls
-
     if [bool(request), bool(block), tokens is not None].count(True) != 1:
         raise InvalidArgument(
             "none or several of --request, --block and --tokens are set",

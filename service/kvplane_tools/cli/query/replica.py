@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvplane_tools.cli.client import client_of, print_call, remedies
+from kvplane_tools.cli.client import calls, client_of, print_call, remedies
 from kvplane_tools.cli.options import TABLE, Decisions, Format, Grpcurl, Output, Replica, Shape, Watch, given, size_of
 from kvplane_tools.cli.output import (
     age,
@@ -42,8 +42,6 @@ def describe_command(
     grpcurl: Grpcurl = False,
 ) -> None:
     """Show details of a replica: pool, groups, workers, counters, slowest steps."""
-    from kvplane.unary import calls
-
     print_call(grpcurl, calls.describe_replica(replica))
 
     def one() -> None:
@@ -230,8 +228,6 @@ def events_command(
     JSON is one object per line, YAML one document per batch. With --follow a lost connection is resumed after the last
     batch that was printed.
     """
-    from kvplane.unary import calls
-
     with client_of(with_retries=follow) as client:
         request = calls.subscription(replica, after)
         print_call(grpcurl, calls.Call("/kvplane.v1.Events/Subscribe", request, type(request)))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from kvplane.base.errors import InvalidArgument, Unavailable
-from kvplane_tools.cli.client import client_of, described, print_call, remedies
+from kvplane_tools.cli.client import calls, client_of, described, print_call, remedies
 from kvplane_tools.cli.options import FAILED, TABLE, Format, Grpcurl, Once, Output, Svg, Wait, Watch, duration, given
 from kvplane_tools.cli.output import age, columns, last_seen, repeat, show, store_word, text_of, word
 
@@ -29,8 +29,6 @@ _HEALTH_TIMEOUT_S = 5.0
 
 def status_command(output: Output = TABLE, watch: Watch = None, grpcurl: Grpcurl = False) -> None:
     """Show version, uptime, replicas and telemetry endpoints of a service."""
-    from kvplane.unary import calls
-
     print_call(grpcurl, calls.status())
 
     def one() -> None:
@@ -62,7 +60,6 @@ def _status_table(service: str, answer: StatusResponse) -> str:
 
 def replicas_command(output: Output = TABLE, watch: Watch = None, grpcurl: Grpcurl = False) -> None:
     """List the replicas of a service with their session states, running requests, hits and the use of their pools."""
-    from kvplane.unary import calls
     from kvplane.v1.allocation_pb2 import ListReplicasResponse
 
     print_call(grpcurl, calls.list_replicas(_PAGE, ""))
@@ -220,8 +217,6 @@ def drain_command(
     grpcurl: Grpcurl = False,
 ) -> None:
     """Drain a service: it refuses new sessions, waits until open sessions are closed, then exits. Same as SIGTERM."""
-    from kvplane.unary import calls
-
     print_call(grpcurl, calls.drain())
     with client_of() as client:
         client.drain()

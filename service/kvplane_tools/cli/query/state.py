@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvplane.base.errors import FailedPrecondition, InvalidArgument, NotFound
-from kvplane_tools.cli.client import client_of, print_call
+from kvplane_tools.cli.client import calls, client_of, print_call
 from kvplane_tools.cli.options import TABLE, Grpcurl, Limit, Output, Replica, RequestName, Watch
 from kvplane_tools.cli.output import columns, counted, escaped, fields_of, repeat, request_state, show, text_of
 from kvplane_tools.cli.query.prompt import Domain, Lora, Salt, Tokens, content_of
@@ -36,8 +36,6 @@ def lookup_command(
     Changes nothing, not even which block is evicted next. Replicas whose engine is not connected have no hit; the last
     column says why.
     """
-    from kvplane.unary import calls
-
     if bool(request) == (tokens is not None) or (request and not replica):
         remedy = "give --tokens, or REPLICA and --request"
         raise InvalidArgument("it is not clear what to look up", field="--tokens", remedy=remedy)
@@ -83,8 +81,6 @@ def requests_command(
 
     A block that several requests share counts for each of them. With -o wide: blocks by group.
     """
-    from kvplane.unary import calls
-
     print_call(grpcurl, calls.list_requests(replica, limit or _LISTED))
 
     def one() -> None:
@@ -122,8 +118,6 @@ def snapshot_command(
 
     The engine of the replica waits meanwhile: seconds for a pool of a million blocks. Needs the scope admin.
     """
-    from kvplane.unary import calls
-
     print_call(grpcurl, calls.snapshot(replica, summary=not full))
     with client_of() as client:
         answer = client.snapshot(replica, summary=not full)

@@ -36,7 +36,6 @@ class BlockDigest(Protocol):
     @property
     def size(self) -> int:
         """The length of a digest in bytes."""
-        ...
 
     @property
     def default_seed(self) -> str:
@@ -44,19 +43,15 @@ class BlockDigest(Protocol):
 
         An algorithm for which an attacker can find collisions has no default seed.
         """
-        ...
 
     def none_hash(self, seed: str) -> bytes:
         """Return the digest that stands for the missing parent of every request's first block, computed from a seed."""
-        ...
 
     def hash_block(self, parent: bytes, packed: bytes, extra: CborValue) -> bytes:
         """Return the digest of one block."""
-        ...
 
     def hash_run(self, parent: bytes, packed: bytes, block_size: int) -> bytes:
         """Return the concatenated digests of consecutive whole blocks of `block_size` tokens without extra keys."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
