@@ -2,7 +2,7 @@
 # Each target installs what it needs: Python packages in .venv, other tools in .tools.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-engine test quick test-kernels test-chart test-nightly test-all check format lint types contracts chart docs reference proto proto-check proto-baseline pytest \
+.PHONY: help demo demo-engine test quick test-kernels test-chart cluster-test test-nightly test-all check format lint types contracts chart docs reference proto proto-check proto-baseline pytest \
 	bench bench-overhead bench-gpu bench-store bench-peer replay-all policies mixtures tiers peers tables conformance-live vllm-env demo-vllm test-vllm sglang-env test-sglang faults fuzz fuzz-core sim soak clean
 
 PYTHON := .venv/bin/python
@@ -69,6 +69,10 @@ test-kernels: $(DEV)  ## the kernels; commit tests/passed.json with a change of 
 test-chart: $(DEV)  ## the chart, by real Helm; commit tests/passed.json with a change of it
 	@$(PYTHON) -m pytest -n 2 --dist loadfile $$($(PYTHON) -m tests.targets tests chart)
 	@$(PYTHON) -m tests.targets record chart
+
+# In namespaces of its own, on the context of KUBECONFIG that is named; never on the current one.
+cluster-test: $(DEV)  ## the chart and the product on a real Kubernetes (CONTEXT=NAME IMAGE=REFERENCE WORKER_IMAGE=REFERENCE STORE_IMAGE=REFERENCE ONLY="load router")
+	@$(PYTHON) -m tests.cluster --context "$(CONTEXT)" --image "$(IMAGE)" --worker-image "$(WORKER_IMAGE)" --store-image "$(STORE_IMAGE)" --only $(ONLY)
 
 # `make test-nightly EXPLORE=N` repeats a failing property.
 EXPLORE ?= $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
