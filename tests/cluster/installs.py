@@ -21,9 +21,20 @@ from tests.cluster.cluster import (
     values_of,
     wait_until,
 )
+from tests.cluster.load import addresses
 from tests.cluster.programs import add_programs, container_of, script
-from tests.cluster.runs import Run, Seen
-from tests.cluster.workers import CPU, NO_GPU, WORKER, counts_in, engine_life, text_of, worker_pods
+from tests.cluster.runs import Run
+from tests.cluster.workers import (
+    CPU,
+    NO_GPU,
+    RUN_DIR,
+    WORKER,
+    Life,
+    counts_in,
+    engine_life,
+    text_of,
+    worker_pods,
+)
 
 TOKEN = "token-acme"
 OWNERS = 'acme: {replicas: ["acme/*"], domains: [""]}\n'
@@ -88,7 +99,7 @@ def for_redis(space: Space) -> Object:
         named("Service", "redis", spec={"selector": {"app": "redis"}, "ports": [{"port": 6380}]}),
         redis_pod(space, password),
     )
-    space.ready("app=redis", 1)
+    space.ready("app=redis", 1, 90)
     return {"store": {"external": {"url": f"rediss://redis.{space.name}.svc.cluster.local:6380/2"}}}
 
 
@@ -99,7 +110,7 @@ def redis_pod(space: Space, password: str) -> Object:
     command = ["valkey-server", "--port", "0", "--tls-port", "6380", "--tls-auth-clients", "no", "--save", ""]
     files = {"--tls-cert-file": "tls.crt", "--tls-key-file": "tls.key", "--tls-ca-cert-file": "ca.crt"}
     command += [word for option, file in files.items() for word in (option, f"/tls/{file}")]
-    command += ["--dir", "/data", "--user", f"cache on >{password} ~* &* +@all"]
+    command += ["--dir", "/data", "--user", "cache", "on", f">{password}", "~*", "&*", "+@all"]
     container = {
         "name": "redis",
         "image": reference,
@@ -139,7 +150,8 @@ def after_sidecar(space: Space) -> str:
 
 def after_daemonset(space: Space) -> str:
     add_programs(space)
-    counts = engine_life(space, "engine", worker_pods(space)[0]["spec"]["nodeName"], "/run/kvplane")
+    life = Life("engine", worker_pods(space)[0]["spec"]["nodeName"], run_dir="/run/kvplane")
+    counts = engine_life(space, life)
     space.ready(WORKER, len(worker_pods(space)))
     return text_of(counts)
 
@@ -175,7 +187,6 @@ FITS: Mapping[str, Fit] = {
 CHECKED = {
     "everything": "an image by a made-up digest, scheduler `other`, runtime class `gvisor`, Sentinels outside",
     "gpu-dra": "claims of a GPU driver's DeviceClass",
-    "gpu-workers": "workers alone, of a service with TLS in namespace `caches`",
 }
 
 
@@ -183,6 +194,8 @@ def run_install(run: Run, name: str) -> None:
     """The row of a set."""
     if name in CHECKED:
         check_by_server(run, name)
+    elif name == "gpu-workers":
+        install_apart(run)
     else:
         install(run, name, FITS.get(name, Fit()))
 
@@ -203,15 +216,37 @@ def install(run: Run, name: str, fit: Fit) -> None:
         space.cluster.helm("uninstall", "kvplane", f"--namespace={space.name}", "--timeout=3m")
 
 
+def install_apart(run: Run) -> None:
+    """Workers of a release of their own, of a service with TLS and tokens in another namespace."""
+    with (
+        run.space("set-gpu-workers-service") as caches,
+        run.space("set-gpu-workers", "privileged") as space,
+        run.row("install: gpu-workers", caches, space) as seen,
+    ):
+        seen.left_out.append(NO_GPU)
+        if run.cluster.images.worker is None:
+            seen.left_out.append("all of it: WORKER_IMAGE is not stated")
+            return
+        tls_secrets(caches, "kvplane-tls")
+        access = {"existingSecret": "kvplane-access", "tokenKey": "token", "replicaPrefix": "acme/"}
+        auth = {"existingSecret": "kvplane-auth", "ownersKey": "owners", "tokensKey": "tokens"}
+        tls = {"enabled": True, "existingSecret": "kvplane-tls"}
+        caches.install({"tls": tls, "auth": auth, "access": access})
+        caches.test()
+        ca = run.cluster.get(caches.name, "secret", "kvplane-tls")["data"]["ca.crt"]
+        space.apply({**named("Secret", "kvplane-ca"), "data": {"ca.crt": ca}}, secret("kvplane-access", token=TOKEN))
+        workers = {"gpuWorker": {"service": addresses(caches), "ranks": 2, "runDir": RUN_DIR}}
+        space.install(merged(merged(values_of("gpu-workers"), CPU), workers), release="workers")
+        add_programs(space)
+        life = Life("engine", worker_pods(space)[0]["spec"]["nodeName"], prefix="acme/", service=addresses(caches))
+        seen.text = f"installed, helm test passed; {text_of(engine_life(space, life))}"
+
+
 def check_by_server(run: Run, name: str) -> None:
     """The server takes every object of a set, strictly, and keeps none."""
     with run.space(f"set-{name}", "privileged") as space, run.row(f"install: {name}", space) as seen:
-        checked_by_server(space, name, seen)
+        where = (f"--namespace={space.name}", f"--kube-version={run.found.version}", "--no-hooks")
+        text = space.cluster.helm("template", "kvplane", str(CHART), *where, values=values_of(name))
+        said = space.kubectl("apply", "--dry-run=server", "--validate=strict", "--filename=-", given=text)
+        seen.text = f"the server takes its {len(said.splitlines())} objects, strictly"
         seen.left_out.append(f"it is not started: {CHECKED[name]}")
-
-
-def checked_by_server(space: Space, name: str, seen: Seen) -> None:
-    where = f"--namespace={space.name}"
-    text = space.cluster.helm("template", "kvplane", str(CHART), where, "--no-hooks", values=values_of(name))
-    said = space.kubectl("apply", "--dry-run=server", "--validate=strict", "--filename=-", given=text)
-    seen.text = f"the server takes its {len(said.splitlines())} objects, strictly"

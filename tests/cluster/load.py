@@ -97,6 +97,8 @@ def difference(before: Sequence[Object], after: Sequence[Object], keeps: bool | 
     opened = [tuple(kept) for one, old in zip(after, before, strict=True) for kept in one["kept"][len(old["kept"]) :]]
     kept, pages = sum(one for one, _ in opened), sum(pages for _, pages in opened)
     said = f"{answered} answered, 0 lost, 0 wrong"
+    if not opened and keeps is not None:
+        raise Failed("no session moved: the event ended no service that an engine used")
     if not opened:
         return f"{said}; no session moved"
     if keeps is True and not kept:
@@ -117,16 +119,25 @@ def rolling_upgrade(space: Space, of: Promise) -> None:
         raise Failed("the upgrade has replaced no pod")
 
 
+def busiest(space: Space, of: Promise) -> str:
+    """The pod of the service that owns most replicas."""
+    owned = {}
+    for at in range(of.processes):
+        said = space.execute(f"kvplane-{at}", "kvplane", "replicas", "--output", "json")
+        owned[f"kvplane-{at}"] = len(json.loads(said)["replicas"])
+    return max(owned, key=lambda pod: owned[pod])
+
+
 def drain(space: Space, of: Promise) -> None:
-    """A pod of the service is deleted: preStop, SIGTERM, and its replicas move."""
-    space.kubectl("delete", "pod", "kvplane-0", "--wait=true", limit_s=120)
+    """The busiest pod of the service is deleted: preStop, SIGTERM, and its replicas move."""
+    space.kubectl("delete", "pod", busiest(space, of), "--wait=true", limit_s=120)
     space.ready(SERVICE, of.processes)
 
 
 def kill(space: Space, of: Promise) -> None:
-    """A pod of the service ends at once, as with its node."""
-    last = f"kvplane-{of.processes - 1}"
-    space.kubectl("delete", "pod", last, "--force", "--grace-period=0", "--wait=true", limit_s=120)
+    """The busiest pod of the service ends at once, as with its node."""
+    pod = busiest(space, of)
+    space.kubectl("delete", "pod", pod, "--force", "--grace-period=0", "--wait=true", limit_s=120)
     space.ready(SERVICE, of.processes)
 
 
@@ -153,19 +164,19 @@ def uids(space: Space, selector: str) -> set[str]:
 
 @dataclass(frozen=True)
 class Step:
-    """An event, and whether keys are kept: None = as the release promises."""
+    """An event, and whether it ends a service, so that sessions move."""
 
     name: str
     event: Event
-    keeps: bool | None = None
+    moves: bool = True
 
 
-# A store that was lost while the services ran is written again by them, so that nothing is promised right after.
+# A store that was lost while the services ran is written again by them: a pod that is killed later has its keys there.
 EVENTS = (
     Step("rolling upgrade", rolling_upgrade),
     Step("drain of a pod (SIGTERM)", drain),
+    Step("restart of the store", restart_store, moves=False),
     Step("pod killed (--force --grace-period=0)", kill),
-    Step("restart of the store", restart_store),
     Step("helm rollback", roll_back),
 )
 
@@ -189,7 +200,7 @@ def run_load(run: Run, of: Promise, steps: Sequence[Step]) -> None:
                 with stall:
                     step.event(space, of)
                 engines.go_on()
-                seen.text = difference(before, engines.counts(), of.keeps)
+                seen.text = difference(before, engines.counts(), of.keeps if step.moves else None)
         if begun:
             with run.row("  end of the load", space) as seen:
                 seen.text = total(engines.finish())

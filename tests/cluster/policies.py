@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.cluster.cluster import Failed, Object, Space, merged
 from tests.cluster.load import QUICK, addresses
-from tests.cluster.programs import LABEL, Program
+from tests.cluster.programs import LABEL, Program, add_programs
 from tests.cluster.runs import Run
 
 NOT_ENFORCED = "enforcement: the cluster's network lets a pod through that no policy permits"
@@ -18,6 +18,7 @@ def run_policies(run: Run) -> None:
         policy: Object = {"networkPolicy": {"enabled": True, "clients": [clients], "metricsClients": [clients]}}
         space.install(merged(merged(QUICK, policy), {"replicas": 2, "store": {"type": "builtin"}}))
         space.test()
+        add_programs(space)
         image = run.cluster.images.service
         space.apply(Program("caller", image, ("sleep", "3600"), tuple(ALLOWED.items())).pod)
         space.apply(Program("other", image, ("sleep", "3600")).pod)

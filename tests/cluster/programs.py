@@ -31,6 +31,7 @@ class Program:
 
     Attributes:
         shares: a folder of the node whose workers' pages it attaches to; "" = none.
+        secrets: mounted below /access.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Program:
     command: tuple[str, ...]
     labels: tuple[tuple[str, str], ...] = ()
     shares: str = ""
+    secrets: tuple[str, ...] = ()
 
     @property
     def pod(self) -> Object:
@@ -51,6 +53,9 @@ class Program:
             mounts.append({"name": "run", "mountPath": self.shares})
             volumes.append({"name": "run", "hostPath": {"path": self.shares}})
             host = {"hostIPC": True, "hostPID": True}
+        for one in self.secrets:
+            mounts.append({"name": one, "mountPath": f"/access/{one}"})
+            volumes.append({"name": one, "secret": {"secretName": one}})
         container = container_of(self.name, self.image, self.command, mounts)
         identity = {"runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER, "fsGroup": USER}
         return named(

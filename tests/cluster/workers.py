@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 
 from tests.cluster.cluster import Failed, Object, Space, merged, wait_until
 from tests.cluster.load import QUICK, addresses
@@ -28,12 +29,12 @@ def run_workers(run: Run) -> None:
             space.install(merged(merged(QUICK, CPU), values))
             add_programs(space)
             nodes = [pod["spec"]["nodeName"] for pod in worker_pods(space)]
-            first = engine_life(space, "first", nodes[0])
+            first = engine_life(space, Life("first", nodes[0]))
             seen.text = f"{len(nodes)} nodes; {text_of(first)}"
             if not first["hit"] or first["kept"]:
                 raise Failed(f"the first engine hit {first['hit']} tokens and kept {first['kept']} keys")
         with run.row("  a second engine pod on the same pages", space) as seen:
-            second = engine_life(space, "second", nodes[0])
+            second = engine_life(space, Life("second", nodes[0]))
             seen.text = text_of(second)
             if second["outputs"] != first["outputs"]:
                 raise Failed("its tokens differ from those of the first one")
@@ -49,16 +50,33 @@ def worker_pods(space: Space) -> list[Object]:
     return [pod for pod in space.pods(WORKER) if "nodeName" in pod["spec"]]
 
 
-def engine_life(space: Space, name: str, node: str, run_dir: str = RUN_DIR) -> Object:
-    """Run an engine pod on a node to its end; returns what it says."""
+@dataclass(frozen=True)
+class Life:
+    """An engine pod on a node.
+
+    Attributes:
+        prefix: of the replica's name, before that of the node.
+        service: of another namespace, with TLS and the secrets of the workers; "" = that of the release.
+    """
+
+    name: str
+    node: str
+    run_dir: str = RUN_DIR
+    prefix: str = ""
+    service: str = ""
+
+
+def engine_life(space: Space, life: Life) -> Object:
+    """Run an engine pod to its end; returns what it says."""
     image = space.cluster.images.worker
     assert image is not None
-    folders = [f"{run_dir}/rank-{rank}" for rank in (0, 1)]
-    program = Program(name, image, script("paged", addresses(space), node, *folders), shares=run_dir)
-    pod = program.pod
-    pod["spec"]["nodeName"] = node
+    folders = [f"{life.run_dir}/rank-{rank}" for rank in (0, 1)]
+    command = script("paged", life.service or addresses(space), f"{life.prefix}{life.node}", *folders)
+    secrets = ("kvplane-ca", "kvplane-access") if life.service else ()
+    pod = Program(life.name, image, command, shares=life.run_dir, secrets=secrets).pod
+    pod["spec"]["nodeName"] = life.node
     space.apply(pod)
-    return counts_in(space.ended(name, 240))
+    return counts_in(space.ended(life.name, 240))
 
 
 def counts_in(log: str) -> Object:

@@ -4,7 +4,7 @@
 
 It registers the replica with a rank for each folder of a worker, attaches, and answers each prompt twice: computed,
 and with what is cached. Both must give the same tokens. A second pod begins with what the first one left in the pages.
-A line of JSON says what was done.
+A line of JSON says what was done. Secrets with a CA and a token are below /access, if the service wants them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -66,7 +67,10 @@ def main(service: str, replica: str, *folders: str) -> None:
     rng = random.Random(7)
     prompts = [[BOS, *(rng.randrange(256) for _ in range(LENGTH))] for _ in range(PROMPTS)]
     source = LayerSource(layers=model.cache_layers(), num_blocks=200, max_model_len=200, max_batched_tokens=96)
-    with kvplane.connect(service, retry=PATIENCE) as client:
+    access = Path("/access")
+    tls = kvplane.Tls(str(access / "kvplane-ca/ca.crt")) if access.exists() else None
+    token = access / "kvplane-access/token" if tls else ""
+    with kvplane.connect(service, tls=tls, token=token, retry=PATIENCE) as client:
         try:
             client.register_replica(replica, source, num_ranks=len(folders))
         except AlreadyExists:
