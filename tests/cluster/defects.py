@@ -14,7 +14,9 @@ from tests.cluster.load import SERVICE
 from tests.cluster.runs import Run
 from tests.helm.pods import KVPLANE
 
-WORKERS: Object = {"gpuWorker": {"mode": "daemonset", "nodeSelector": {}, "tolerations": []}}
+# A value of null removes the chart's own selector, so that every node is one of a GPU.
+EVERYWHERE: Object = {"mode": "daemonset", "nodeSelector": {"nvidia.com/gpu.present": None}}
+NOWHERE: Object = {"mode": "daemonset", "nodeSelector": {"kvplane-cluster-test": "none"}}
 CPU_WORKERS: Object = {"gpuWorker": {"mode": "daemonset", "device": "cpu"}}
 
 
@@ -73,10 +75,13 @@ UNSTARTABLE = (
     Unstartable(
         "runtime",
         "RuntimeClass is missing",
-        {"gpuWorker": {**WORKERS["gpuWorker"], "runtimeClassName": "kvplane-cluster-test-missing"}},
+        {"gpuWorker": {**EVERYWHERE, "runtimeClassName": "kvplane-cluster-test-missing"}},
         "kvplane-cluster-test-missing",
         "gpuWorker.runtimeClassName",
         "privileged",
+    ),
+    Unstartable(
+        "gpu", "no node has a GPU", {"gpuWorker": NOWHERE}, "no node matches", "gpuWorker.nodeSelector", "privileged"
     ),
     Unstartable("baseline", "workers where baseline is enforced", CPU_WORKERS, "PodSecurity", "enforce", "baseline"),
     Unstartable("quota", "exceeded quota", {}, "exceeded quota", "ResourceQuota", quota=True),

@@ -33,7 +33,7 @@ class Row:
 
     def lines(self) -> list[str]:
         """The row, and a line for each part that was left out and for what was kept."""
-        first = f"{self.result:8}{self.seconds:{TIME}.1f} s  {self.name:{NAME}}  {self.seen}"
+        first = f"{self.result:8}{self.seconds:{TIME}.1f} s  {self.name:{NAME}}  {' '.join(self.seen.split())}"
         more = [f"left out: {part}" for part in self.left_out] + [f"kept in {self.kept}"] * bool(self.kept)
         return [first.rstrip(), *(f"{'':{8 + TIME + 4}}{line}" for line in more)]
 

@@ -195,7 +195,7 @@ def test_the_engine_of_pods_counts_each_wrong_page():
 
 def counts(**changed: object) -> dict[str, object]:
     one = dict.fromkeys(("asked", "answered", "tokens", "read", "prompt", "hit"), 9) | {"longest_s": 1.0}
-    return {**one, "refused": 0, "wrong_tokens": 0, "wrong_reads": 0, "kept": [(0, 0)], **changed}
+    return {**one, "refused": 0, "again": 0, "wrong_tokens": 0, "wrong_reads": 0, "kept": [(0, 0)], **changed}
 
 
 def test_lost_requests_wrong_hits_and_lost_keys_fail_a_row():

@@ -23,6 +23,7 @@ from typing import Any
 
 import kvplane
 from kvplane import GroupKind, GroupSpec, ReplicaSpec, Revival
+from kvplane.base.errors import NotFound
 from kvplane.base.stamp_table import StampTable, table_bytes
 from kvplane.rank import Rank, RankGroup
 from kvplane.sansio.retry import RetryPolicy
@@ -49,7 +50,7 @@ class Tally:
     """What the engine did.
 
     Attributes:
-        asked, answered, refused: requests.
+        asked, answered, refused: requests. again: those that began again, since the service no longer had the replica.
         tokens, wrong_tokens: output tokens that were compared with the model's without pages.
         read, wrong_reads: entries of pages that were read.
         prompt, hit: tokens of prompts, and those that were cached.
@@ -60,6 +61,7 @@ class Tally:
     asked: int = 0
     answered: int = 0
     refused: int = 0
+    again: int = 0
     tokens: int = 0
     wrong_tokens: int = 0
     read: int = 0
@@ -135,11 +137,11 @@ class Talks:
 
 
 class Engine:
-    """One engine life after another on the same pages."""
+    """An engine on pages, which may be those of an engine before it."""
 
-    def __init__(self, client: kvplane.Client, replica: str, tally: Tally) -> None:
+    def __init__(self, client: kvplane.Client, replica: str, tally: Tally, pages: Pages | None = None) -> None:
         self.tally = tally
-        self.pages = Pages()
+        self.pages = pages or Pages()
         self._rank = Rank(self.pages.stamps, self.pages)
         self._group = RankGroup([self.pages.stamps])
         self._scheduler: Scheduler | None = None
@@ -214,6 +216,11 @@ def compare(request: Request, tally: Tally) -> None:
         tally.wrong_tokens += token != without_pages(request.tokens[:at])
 
 
+def begun(request: Request) -> Request:
+    """The same request, of which nothing was computed."""
+    return Request(request.request_id, list(request.prompt), request.max_new_tokens)
+
+
 class Wishes:
     """What signals ask for."""
 
@@ -236,15 +243,27 @@ def main(service: str, replica: str, seed: str) -> None:
     latest: list[int] = []
     with kvplane.connect(service, retry=PATIENCE) as client:
         client.register_replica(replica, SPEC)
-        engine = Engine(client, replica, tally)
+        engine, asked = Engine(client, replica, tally), dict[str, Request]()
         while engine.scheduler.has_work or not wishes.ends:
-            while wishes.asks and tally.asked - tally.answered - tally.refused < AT_ONCE:
-                engine.scheduler.add(talks.next())
+            while wishes.asks and len(asked) < AT_ONCE:
+                request = talks.next()
+                asked[request.request_id] = request
+                engine.scheduler.add(request)
                 tally.asked += 1
-            for request in engine.step():
+            try:
+                ended = engine.step()
+            except NotFound:  # a service without a store forgets its replicas
+                client.register_replica(replica, SPEC)
+                engine = Engine(client, replica, tally, engine.pages)
+                asked = {one.request_id: begun(one) for one in asked.values()}
+                for request in asked.values():
+                    engine.scheduler.add(request)
+                tally.again += len(asked)
+                continue
+            for request in ended:
                 compare(request, tally)
                 talks.answered(request)
-                latest = list(request.tokens)
+                latest = list(asked.pop(request.request_id).tokens)
             if time.monotonic() - shown_s > 1:
                 shown_s = time.monotonic()
                 print(tally.line(latest=[] if engine.scheduler.has_work else latest), flush=True)
