@@ -55,7 +55,7 @@ class Tally:
         read, wrong_reads: entries of pages that were read.
         prompt, hit: tokens of prompts, and those that were cached.
         kept: for each session that was opened: keys that stayed valid, of how many pages with a stamp.
-        longest_s: longest time that a step took.
+        longest_s: longest time that the service took for a step.
     """
 
     asked: int = 0
@@ -169,14 +169,16 @@ class Engine:
         """One step; returns the requests that ended."""
         began = time.monotonic()
         part = self.scheduler.plan()
-        answer = self._session.apply(part)
+        try:
+            answer = self._session.apply(part)
+        finally:
+            self.tally.longest_s = max(self.tally.longest_s, round(time.monotonic() - began, 2))
         self._claim(answer.seq)
         for number, each in enumerate(answer.parts, answer.part):
             self._rank.carry_out(self._epoch, answer.seq, number, each.orders)
         for row in self.scheduler.update(part, answer.parts[0]):
             self.scheduler.finish_row(row, self._launch(row))
         self._rank.executed(answer.seq)
-        self.tally.longest_s = max(self.tally.longest_s, round(time.monotonic() - began, 2))
         return self.scheduler.take_finished()
 
     def _launch(self, row: Scheduled) -> list[int]:
