@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from types import SimpleNamespace
+from typing import Any, cast
 
+import grpc
 import pytest
 
 from kvplane.base.errors import (
@@ -22,6 +25,7 @@ from kvplane.v1.replica_pb2 import AlignSpec, GroupSpec, ReplicaSpec
 from kvplane_service.config import Config
 from kvplane_service.replicas.engine_lives import EngineLives
 from kvplane_service.replicas.sessions import SILENT_MS
+from kvplane_service.rpc.methods import CallHooks, Context, stream_method
 from tests.service import http2
 from tests.service.auth.attacks import SESSION, Connection, Tally
 from tests.service.rig import NONCES, SPEC, WAIT_S, Stream, column, refusal, running, until
@@ -369,3 +373,23 @@ def test_an_operators_call_goes_with_the_next_step_of_the_engine(service, spec):
         assert stream.step({}).WhichOneof("kind") == "result"
         asked.result()
     stream.finish()
+
+
+async def test_a_client_that_goes_while_it_is_answered_is_no_fault_of_the_service(caplog):
+    """On a busy machine gRPC reports that a client has gone after a write to it failed."""
+
+    class Gone:
+        async def write(self, raw: bytes) -> None:
+            raise grpc.aio.InternalError("Failed execute_batch")
+
+    async def answer(context: Any) -> None:
+        await context.write(b"")
+
+    async def ensure_local(_: str) -> None:
+        raise AssertionError("no replica is named")
+
+    method = pb.DESCRIPTOR.services_by_name["Allocation"].methods_by_name["Session"]
+    session = stream_method("kvplane.v1.Allocation", method, SimpleNamespace(Session=answer), CallHooks(ensure_local))
+    with pytest.raises(asyncio.CancelledError):
+        await session(None, cast(Context, Gone()))
+    assert not caplog.records

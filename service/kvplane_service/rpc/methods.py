@@ -234,6 +234,8 @@ async def _answered(method: str, gate: Gate | None, context: Context, work: Work
         # A replica that was removed keeps its error, which must not keep the frames of the call.
         error.__traceback__ = error.__context__ = None
         await _abort(error, context)
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None  # a write failed: the client has gone, which gRPC had not reported yet
     except Exception as error:
         _log.exception("unhandled exception in %s", method)
         name = type(error).__name__
