@@ -34,7 +34,8 @@ ISSUED = """
     a process that continues trims the log, a cancel that leaks, no deadline of a step, no deadline of the store,
     release fails on the log of another process, loads known by name,
     the lease is renewed after the records are read,
-    no compare-and-set, grants without an end, leases by wall clocks, epochs count from the table,
+    no compare-and-set, a grant comes back as it was, grants without an end, leases by wall clocks,
+    epochs count from the table,
     preempted requests are forgotten, keys outlive their memory, what is cleared stays claimed,
     a lost table is complete, owners are dropped early, grants held for a lease, a deleted Lease comes back,
     epoch raised by a forged row, unsealed record accepted, record of another place accepted,
@@ -61,7 +62,13 @@ def test_twins_are_the_required_ones():
 CAUGHT_BY = {
     **dict.fromkeys(
         [
-            *("no compare-and-set", "grants without an end", "leases by wall clocks", "epochs count from the table"),
+            *(
+                "no compare-and-set",
+                "a grant comes back as it was",
+                "grants without an end",
+                "leases by wall clocks",
+                "epochs count from the table",
+            ),
             *("preempted requests are forgotten", "keys outlive their memory", "what is cleared stays claimed"),
         ],
         "fleet/planted.py",

@@ -334,6 +334,14 @@ def by_wall_clocks(real: Real) -> Real:
     return begin
 
 
+def know_no_epochs_of_others(real: Real) -> Real:
+    async def ensure(self: Any, name: str) -> int:
+        await real(self, name)
+        return 0
+
+    return ensure
+
+
 def count_from_nothing(real: Real) -> Real:
     return lambda self: replace(real(self), epoch=0)
 
@@ -1333,6 +1341,10 @@ TWINS: dict[str, Twin] = {
     "leases by wall clocks": Twin(
         "a grant ends by a monotonic clock, which no change of the date moves",
         (Patch(f"{SERVICE}.store.grants:Grants.__init__", by_wall_clocks),),
+    ),
+    "a grant comes back as it was": Twin(
+        "a service that gets a replica back begins above the epochs of others, also if it never gave it up",
+        (Patch(f"{SERVICE}.store.owners:GrantedOwners.ensure", know_no_epochs_of_others),),
     ),
     "grants without an end": Twin(
         "what a process was granted ends by its own clock",

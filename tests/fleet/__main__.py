@@ -6,6 +6,7 @@ Prints a line per fault and a table, and exits with 1 if a rule was broken. test
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from random import Random
 from statistics import median
@@ -30,6 +31,7 @@ def main() -> int:
     given = parser.parse_args()
     kinds = [one for one in FAULTS if not given.kinds or one.__name__ in given.kinds]
     reports = list[Report]()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that every process and namespace is ended
     for ownership in given.ownership:
         rng = Random(f"{given.seed} {ownership}")
         drawn = [kind for _ in range(-(-given.faults // len(kinds))) for kind in rng.sample(kinds, len(kinds))]

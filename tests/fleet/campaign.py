@@ -33,9 +33,8 @@ def strike(scene: Scene, fault: Fault, report: Report) -> None:
     if fault in HARMLESS and report.ended.total() > ended:
         report.findings.append(f"an engine ended: {dict(report.ended)}")
     if routers is not None:
-        scene.load.ask()  # an engine whose session a rival has ended opens another one
-        scene.load.finish()
-        if said := routers.compare_quiet(name):
+        scene.load.ask_all()
+        if said := routers.compare_quiet(name, scene.load.ask_all):
             report.findings.append(f"{AGREE_S:g} s after the repair {said}")
         report.routers = routers.counts
 
@@ -63,6 +62,8 @@ def run(
             if report.findings:
                 break
         report.findings += tracebacks(fleet)
+        for finding in report.findings:
+            say(f"VIOLATION: {finding}")
     return report
 
 

@@ -145,6 +145,28 @@ def cut_table(scene: Scene) -> None:
     scene.knock(one)
 
 
+def get_grant_back(scene: Scene) -> None:
+    """A service is cut off from the table while an idle engine's session stays with it; another one begins an epoch of
+    the replica, and ends; so does the worker, which knew that epoch; the first one gets its grant back.
+    """
+    one, network, load = scene.trapped, scene.fleet.network, scene.load
+    load.rest(one)
+    first = scene.fleet.owner_of(one.name)
+    others = [service for service in scene.fleet.services if service is not first]
+    network.cut(first.name, TABLE, Lost.ALL)
+    granted: Service | None = None
+    for _ in range(8):
+        scene.last(0.5)
+        granted = granted or next((each for each in others if not scene.fleet.knock(each, one.name)), None)
+    if granted is not None:
+        granted.kill()
+    one.kill_worker_alone()
+    network.restore()
+    scene.last(2.5)
+    scene.fleet.knock(first, one.name)
+    one.engines.discard()
+
+
 def cut_index(scene: Scene) -> None:
     """A service cannot reach the index."""
     _cut(scene, INDEX, Lost.ALL)
@@ -300,6 +322,7 @@ FAULTS: Sequence[Fault] = (
         kill_worker,
         stop_worker,
         cut_table,
+        get_grant_back,
         cut_index,
         cut_clients,
         cut_one_way,

@@ -73,10 +73,12 @@ class Load:
         self._sources = [Requests(LONGEST, seed * 100 + at) for at in range(len(fleet.replicas))]
         self._sent: list[dict[int, Request]] = [{} for _ in fleet.replicas]
         self._asked_s = [0.0 for _ in fleet.replicas]
+        self._resting = set[str]()
         self._twin = Twin(POOL.model, draw_weights(POOL.model))
 
     def ask(self, trapped: Replica | None = None, trap: Trap | None = None) -> None:
         """Send each engine some requests, and one of them a trap."""
+        self._resting.clear()
         for at, replica in enumerate(self._fleet.replicas):
             self._ask(at, trap if replica is trapped else None)
 
@@ -104,10 +106,22 @@ class Load:
                 self._note(replica.engines.listen(0.01))
                 if repaired and replica.engines.process is None:
                     self._begin(replica)
-                elif not repaired and replica.engines.is_done and time.monotonic() - self._asked_s[at] > PAUSE_S:
+                elif not repaired and self._is_idle(at):
                     self._take(at)
                     self._ask(at)
             time.sleep(0.001)  # nothing waits where all have answered
+
+    def _is_idle(self, at: int) -> bool:
+        replica = self._fleet.replicas[at]
+        is_late = time.monotonic() - self._asked_s[at] > PAUSE_S
+        return is_late and replica.engines.is_done and replica.name not in self._resting
+
+    def rest(self, replica: Replica) -> None:
+        """Wait until an engine has answered, and ask it nothing more before the next round."""
+        self._resting.add(replica.name)
+        until_s = time.monotonic() + self._limit_s
+        while not replica.engines.is_done and time.monotonic() < until_s:
+            self.listen(0.1)
 
     @property
     def num_ended(self) -> int:
@@ -123,6 +137,11 @@ class Load:
     def _note(self, error: KvplaneError | None) -> None:
         if error is not None:
             self._report.ended[type(error).__name__] += 1
+
+    def ask_all(self) -> None:
+        """Ask each engine, and wait for every answer."""
+        self.ask()
+        self.finish()
 
     def finish(self) -> None:
         """Wait for every answer, and compare them."""

@@ -37,6 +37,7 @@ class Planted:
 PLANTED = {
     "fencing removed": Planted("grants", [kinds.stop_engine_in_a_step] * 3, "wrote pages of"),
     "no compare-and-set": Planted("etcd", [kinds.ask_at_once] * 4, "was granted"),
+    "a grant comes back as it was": Planted("etcd", [kinds.get_grant_back] * 2, "granted"),
     "grants without an end": Planted("etcd", [kinds.cut_table] * 2, "without the table of owners"),
     "leases by wall clocks": Planted("etcd", [kinds.jump_back_without_table, kinds.jump_clock], "was granted"),
     "epochs count from the table": Planted("lease", [kinds.lose_table_and_services] * 2, "were lost"),

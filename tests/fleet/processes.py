@@ -24,7 +24,7 @@ from tests.faults import cluster
 from tests.faults.cluster import LIMIT_S, Engines, Plan, run_child
 from tests.fleet import engine, network
 from tests.fleet.clocks import WallClock
-from tests.fleet.history import Granted, Notes
+from tests.fleet.history import Granted, Notes, read
 from tests.fleet.network import start_inside
 from tests.fleet.routers import NAMES as ROUTERS
 from tests.fleet.routers import Routers
@@ -125,6 +125,10 @@ class Replica:
     def kill_worker(self) -> None:
         """Kill it and its engine: nothing has their pages then."""
         self.engines.discard()
+        self.kill_worker_alone()
+
+    def kill_worker_alone(self) -> None:
+        """Kill it; its engine continues, and has to be killed before the next one starts."""
         assert self.worker is not None
         self.worker.kill()
         self.worker = None
@@ -194,6 +198,12 @@ class Fleet:
         fronts = [*self.fronts[at % len(self.fronts) :], *self.fronts[: at % len(self.fronts)]]
         with kvplane.connect(",".join(fronts), retry=RetryPolicy(attempts=40)) as client:
             client.register_replica(replica.name, POOL.source, num_ranks=1)
+
+    def owner_of(self, replica: str) -> Service:
+        """The service that granted the newest epoch of a replica."""
+        grants = [one for one in read(self.history) if isinstance(one, Granted) and one.replica == replica]
+        newest = max(grants, key=lambda one: one.epoch)
+        return next(service for service in self.services if service.front == newest.service)
 
     def knock(self, service: Service, replica: str) -> str:
         """A rival asks one service for a new engine life on other memory, as an engine on another node would. Returns
