@@ -260,17 +260,34 @@ async def test_a_replica_that_comes_back_begins_above_the_epochs_of_others():
     await second.adopt()
     second.open()
     await second.ownership.beat()
-    second.open()  # it ends before it reports this one
+    second.open()
+    others = second.registry.get("r").host.epoch
+    await second.ownership.leave(())
     net.answers()
-    await net.pass_lease(first)
+    await first.ownership.beat()
     assert first.state() is ReplicaState.LIVE
     await first.ownership.ensure_granted("r")
     first.open()
     begun = first.registry.get("r").host.epoch
-    assert begun > second.registry.get("r").host.epoch
+    assert begun > others
     await first.ownership.ensure_granted("r")
     first.open()
     assert first.registry.get("r").host.epoch == begun + 1
+
+
+async def test_an_engine_moves_to_the_service_that_was_granted_its_replica():
+    """It would keep its session, and the other service would answer that it has no engine."""
+    net = GrantedNet()
+    first, second = await net.pair()
+    first.open()
+    net.answers("a:1")
+    await net.pass_lease(second)
+    await second.adopt()
+    assert (first.state(), second.state()) == (ReplicaState.LIVE, ReplicaState.RECOVERING)
+    net.answers()
+    await first.ownership.beat()
+    assert (first.state(), second.state()) == (None, ReplicaState.RECOVERING)
+    second.open()
 
 
 async def test_a_client_of_another_replica_costs_no_call():

@@ -229,8 +229,9 @@ class Ownership:
         epochs = {name: self._registry.get(name).host.epoch for name in names if name not in moving}
         lost = await self._owners.renew(epochs, moving)
         for name, address in (lost or {}).items():
-            is_idle = name in self._registry and not self._is_moving(name) and not self._keeper.has_engine(name)
-            if is_idle and address != self._keeper.owner:  # else an earlier process, whose lease ends
+            # Also with an engine here: it would stay, and the other service would answer that no engine is connected.
+            is_here = name in self._registry and not self._is_moving(name)
+            if is_here and address != self._keeper.owner:  # else an earlier process, whose lease ends
                 _log.info("this service gives up %s: the service at %s has it", name, address)
                 self._keeper.give_up(name, moved(name, address))
         return lost is not None
