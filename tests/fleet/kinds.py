@@ -147,7 +147,7 @@ def cut_table(scene: Scene) -> None:
 
 def get_grant_back(scene: Scene) -> None:
     """A service is cut off from the table while an idle engine's session stays with it; another one begins an epoch of
-    the replica, and ends; so does the worker, which knew that epoch; the first one gets its grant back.
+    the replica, and is drained; the worker ends, which knew that epoch; the first one gets its grant back.
     """
     one, network, load = scene.trapped, scene.fleet.network, scene.load
     load.rest(one)
@@ -159,7 +159,7 @@ def get_grant_back(scene: Scene) -> None:
         scene.last(0.5)
         granted = granted or next((each for each in others if not scene.fleet.knock(each, one.name)), None)
     if granted is not None:
-        granted.kill()
+        granted.end_well(partial(load.listen, 0.1))
     one.kill_worker_alone()
     network.restore()
     scene.last(2.5)
