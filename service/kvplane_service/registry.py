@@ -18,7 +18,8 @@ from kvplane_service.config import Config
 from kvplane_service.decisions.packed_log import LogBudget
 from kvplane_service.replicas.engine_lives import Clock
 from kvplane_service.replicas.host import ReplicaHost, new_replica
-from kvplane_service.replicas.peers import Member, Namespace
+from kvplane_service.replicas.lenders import Member
+from kvplane_service.replicas.peers import Namespace
 from kvplane_service.replicas.recent import Recent
 from kvplane_service.replicas.workers import TiersOfWorkers, WorkerRoster
 from kvplane_service.runtime.executors import Executor, Offload
@@ -27,7 +28,8 @@ from kvplane_service.unary.service import UnaryCalls
 
 _NAME = re.compile(r"[a-zA-Z0-9._/-]{1,128}", re.ASCII)
 MAX_RANKS = 65536
-MAX_NAMESPACE_BYTES = 64
+MAX_NAMESPACE_BYTES = 64  # of a registration's digest
+NAMESPACE_BYTES = 16
 _MODEL_NAME_CHARS = 256
 
 
@@ -65,7 +67,7 @@ class Registration:
         spec = self.spec.normalized
         named = [self.registered_by, self.namespace_digest, self.num_ranks, spec.hash_algorithm.value]
         named += [spec.hash_block_size, spec.groups, [plan.digest() for plan in self.plans]]
-        return hashlib.blake2b(repr(named).encode(), digest_size=16).digest() if spec.tiers else b""
+        return hashlib.blake2b(repr(named).encode(), digest_size=NAMESPACE_BYTES).digest() if spec.tiers else b""
 
     def agrees_with(self, other: Registration) -> bool:
         """Whether both registrations describe the same replica."""
@@ -118,6 +120,8 @@ class Registry:
         logs: memory budget of the logs of all replicas.
         max_replicas: largest number of replicas.
         num_expired: number of replicas that have expired.
+        namespaces: those of its replicas, by `Registration.namespace`.
+        peer_services: whether each other service that is followed answers, by address.
     """
 
     def __init__(self, config: Config, clock: Clock) -> None:
@@ -128,7 +132,8 @@ class Registry:
         self.logs = LogBudget(config.log_bytes)
         self.max_replicas, self.num_expired = config.max_replicas, 0
         self._entries: dict[str, Entry] = {}
-        self._namespaces: dict[bytes, Namespace] = {}
+        self.namespaces: dict[bytes, Namespace] = {}
+        self.peer_services: dict[str, bool] = {}
         self._watchers: list[Callable[[Entry], None]] = []
         self._removal_watchers: list[Callable[[str], None]] = []
 
@@ -228,8 +233,9 @@ class Registry:
         spec = registration.spec
         if not spec.tiers or spec.tiers[0].kind is not TierKind.HOST or not spec.events:
             return None  # without events the keys of its host tier are unknown
-        namespace = self._namespaces.setdefault(registration.namespace, Namespace())
-        member = Member(host, spec, registration.num_ranks, workers)
+        digest = registration.namespace
+        namespace = self.namespaces.setdefault(digest, Namespace(digest if self._config.peer_services else b""))
+        member = Member(host.name, host, spec, registration.num_ranks, workers)
         namespace.join(member)
         host.join(namespace, member)
         return namespace
@@ -268,7 +274,7 @@ class Registry:
         if entry.namespace is not None:
             entry.namespace.leave(name)
             if not len(entry.namespace):
-                self._namespaces.pop(entry.registration.namespace, None)
+                self.namespaces.pop(entry.registration.namespace, None)
         host.retire(reason)
 
     def page(self, after: str, size: int) -> list[Entry]:

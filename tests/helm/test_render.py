@@ -13,7 +13,7 @@ import yaml
 
 from kvplane_fleet import settings
 from kvplane_fleet.router.process import check_keys
-from kvplane_service.config import load
+from kvplane_service.config_loading import load
 from tests.helm.charts import (
     CHART,
     SETS,

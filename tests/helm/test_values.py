@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from kvplane.base.errors import InvalidArgument
-from kvplane_service.config import KEYS, load
+from kvplane_service.config import KEYS
+from kvplane_service.config_loading import load
 from tests.helm.charts import CHART, ROOT, SETS, Helm3, Helm4, Refused, configuration, serves, values_of
 
 HELMS = pytest.mark.parametrize("helm", [Helm3(), Helm4()], ids=["helm-3.6.2", "helm-4"])

@@ -14,7 +14,7 @@ import time
 
 import torch
 
-from tests.peers.campaign import HAS_NIXL, OVER_NIXL, Outcome, kinds, kinds_over_nixl, plants, run
+from tests.peers.campaign import HAS_NIXL, OF_TWO, OVER_NIXL, Outcome, kinds, kinds_over_nixl, plants, run
 
 LEAST_LOADED = 0.95
 PLANT_REQUESTS, PLANT_SEEDS = 40, 6
@@ -37,7 +37,7 @@ def main() -> int:
         for problem in (*outcomes[-1].wrong[:3], *outcomes[-1].leaks[:3]):
             print(f"  {problem}")
     missed = [name for name in plants() if not found(name, options)]
-    sound = [one for one in outcomes if one.kind in ("sound", "sound" + OVER_NIXL)]
+    sound = [one for one in outcomes if one.kind in ("sound", "sound" + OVER_NIXL, "sound" + OF_TWO)]
     share = min(one.loaded / max(1, one.only_peers) for one in sound)
     print(f"{share:.1%} of the tokens that only sound peers have are loaded, at least {LEAST_LOADED:.0%} expected")
     print(f"planted faults not found: {', '.join(missed) or 'none'}")

@@ -21,7 +21,10 @@ from typing import Any
 from unittest import mock
 
 from kvplane.base.sections import Peers
+from kvplane_service.config import Config
+from kvplane_service.registry import Registry
 from kvplane_service.replicas import peers as board
+from kvplane_service.replicas.lenders import Member
 from kvplane_worker.engine.config import BOS, AttentionLayer, LayerConfig
 from kvplane_worker.engine.request import Request
 from kvplane_worker.nixl.messages import PACKAGES
@@ -40,12 +43,15 @@ GROUPS: dict[str, tuple[LayerConfig, ...]] = {
     "states": (STATE, FULL),
 }
 OVER_NIXL = " over NIXL"
+# With the engines on two services, which follow each other; "cut": the connection between them breaks periodically.
+OF_TWO = " of two services"
+KINDS_OF_TWO = ("sound", "wrong bytes", "another slot", "killed", "restarted", "cut")
 HAS_NIXL = any(find_spec(name) for name in PACKAGES)
 KINDS_OF_GROUPS = ("sound", "wrong bytes", "another slot", "torn reads", "killed")
 # Slots of a host tier that forgets what peers are just reading, what they were sent of, or nothing.
 FEW_SLOTS, CHURN_SLOTS, MANY_SLOTS = 14, 30, 400
 MOST_OPEN = 3
-BLOCK, IDLE_SHARE, STRIKES = 16, 0.5, 0.02
+BLOCK, IDLE_SHARE, STRIKES, CUTS, REPORTS = 16, 0.5, 0.02, 0.05, 0.5
 READ_S, SHORT_READ_S, STOPPED_S, STOPS = (
     20.0,
     0.05,
@@ -104,7 +110,7 @@ class Confused(board.Namespace):
 
     rng = Random(3)
 
-    def _rows(self, me: board.Member) -> Peers:
+    def _rows(self, me: Member) -> Peers:
         rows = super()._rows(me)
         size = len(rows.hashes) // max(1, len(rows.slot))
         parts = [rows.hashes[at * size : (at + 1) * size] for at in range(len(rows.slot))]
@@ -135,6 +141,7 @@ class Run:
         vars(LEDGER).update(vars(Ledger()))
         self.outcome, self._rng = Outcome(kind), Random(seed)
         kind, over_nixl, _ = kind.partition(OVER_NIXL)
+        kind, of_two, _ = kind.partition(OF_TWO)
         self._kind, _, groups = kind.partition(" of ")
         kind, layers = self._kind, GROUPS.get(groups, (FULL,))
         fault = Fault(kind, "", slots=NotedSlots, peers=reader, ops=CheckedOps, movers=movers)
@@ -143,7 +150,8 @@ class Run:
         sizes = {"num_blocks": 30 * len(layers) ** 2, "max_model_len": 200}
         pool = pool_of(3, layers, slots * len(layers), **sizes, **(DENSE if groups else {}))
         read_s = (SHORT_READ_S if kind == "stopped" else READ_S) * bool(over_nixl)
-        self.site = Site(3, pool, config, fault, self._memory, nixl_s=read_s)
+        more = (Registry(Config(), lambda: 0),) if of_two else ()
+        self.site = Site(3, pool, config, fault, self._memory, nixl_s=read_s, more=more)
         self._open: dict[str, tuple[Request, int, int]] = {}
         self._seen: list[set[int]] = [set() for _ in self.site.worlds]  # prompts that each engine knows
         self._number, self._lives = 0, len(self.site.worlds)
@@ -163,6 +171,8 @@ class Run:
             while left and len(self._open) < MOST_OPEN:
                 self._ask()
                 left -= 1
+            if self.site.links:
+                self._report()
             for number, world in enumerate(self.site.worlds):
                 if world.engine.has_work or self._rng.random() < IDLE_SHARE:  # an idle engine reports what it saved
                     for request in world.engine.step():
@@ -184,6 +194,15 @@ class Run:
             LEDGER.wrong, LEDGER.accepted, LEDGER.refused, LEDGER.torn, LEDGER.of_groups
         )  # fmt: skip
         return found
+
+    def _report(self) -> None:
+        """Let the services report to each other what is new, sometimes late, or break the connection between them."""
+        if self._kind == "cut" and self._rng.random() < CUTS:
+            self._rng.choice(self.site.links).cut()
+            self.site.connect()  # renewals without what was forgotten, then with it
+            self.site.connect()
+        elif self._rng.random() < REPORTS:
+            self.site.report()
 
     def _ask(self) -> None:
         """Ask an engine for a known prompt, mostly one that it does not know, or for a new one."""
@@ -219,7 +238,7 @@ class Run:
         world = self.site.worlds[number]
         self._count(world)
         world.check()
-        self.site.registry.remove(world.name)
+        world.registry.remove(world.name)
         self.site.kill(world)
         self._lives += 1
         name = world.name if self._kind == "restarted" else f"engine/{self._lives}"
@@ -302,7 +321,8 @@ def plants() -> dict[str, Callable[[int, int], Outcome]]:
 
 def kinds() -> Sequence[str]:
     """All kinds of runs by shared memory."""
-    return (*KINDS, *(f"{kind} of {groups}" for groups in GROUPS for kind in KINDS_OF_GROUPS))
+    of_groups = (f"{kind} of {groups}" for groups in GROUPS for kind in KINDS_OF_GROUPS)
+    return (*KINDS, *of_groups, *(kind + OF_TWO for kind in KINDS_OF_TWO))
 
 
 def kinds_over_nixl() -> Sequence[str]:

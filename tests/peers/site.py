@@ -1,4 +1,4 @@
-"""Several reference engines of one namespace on one service in this process, which read each other's host tiers.
+"""Several reference engines of one namespace on one service or two in this process, which read each other's host tiers.
 
 Each engine has pages, a host tier in a real memory file and movers of its own. Its peers map that file by its
 descriptor, or read it over NIXL, as workers do (`kvplane_worker.rpc.arenas`); the service learns of the memory as
@@ -8,16 +8,22 @@ workers register.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any
 
+from kvplane import wire
 from kvplane.base.errors import Unavailable
 from kvplane.base.groups import SavePolicy, TierKind, TierSpec
 from kvplane.base.step import RowFlag
 from kvplane.base.worker import PeerArena, WorkerInfo, WorkerState
+from kvplane.v1 import plan_pb2 as pb
 from kvplane_service.config import Config
 from kvplane_service.registry import Registry
+from kvplane_service.replicas.peer_watch import PeerWatch
+from kvplane_service.replicas.peers import Namespace
 from kvplane_worker.engine.config import LayerConfig, ModelConfig
 from kvplane_worker.engine.scheduler import SchedulerConfig
 from kvplane_worker.nixl.process import NixlProcess
@@ -55,6 +61,7 @@ class Site:
     Attributes:
         memory_of: makes what a peer reads of a memory that it has mapped; replaced by faults.
         nixl_s: how long a read over NIXL may take; 0 = peers map the memory.
+        more: registries of other services; engines are on all in turns.
     """
 
     num_engines: int
@@ -64,20 +71,25 @@ class Site:
     memory_of: Callable[[PeerMemory, bytes], PeerMemory] = lambda arena, _: arena
     registry: Registry = field(default_factory=lambda: Registry(Config(), lambda: 0))
     nixl_s: float = 0.0
+    more: Sequence[Registry] = ()
 
     def __post_init__(self) -> None:
+        every = (self.registry, *self.more)
+        self.links = [Link(one, other) for one in every for other in every if one is not other]
+        self._turns = cycle(every)
         self.agents: dict[tuple[str, int], NixlProcess] = {}  # of each rank
         self.worlds = [self.make(f"engine/{number}") for number in range(self.num_engines)]
         self.connect()
 
     def make(self, name: str) -> World:
         """Make an engine with new memory, and register its workers."""
-        world = World(self.pool, self.config, self.registry, name, fault=self.fault, namespace=NAMESPACE)
+        registry = next(self._turns)
+        world = World(self.pool, self.config, registry, name, fault=self.fault, namespace=NAMESPACE)
         for rank in range(self.pool.model.num_ranks):
             if self.nixl_s:
                 host = tiers_of(world, rank)[0]
                 self.agents[name, rank] = NixlProcess(host.arena, host.incarnation, self.nixl_s)
-            self.registry.get(name).workers.register(self.info(world, rank))
+            registry.get(name).workers.register(self.info(world, rank))
         return world
 
     def info(self, world: World, rank: int) -> WorkerInfo:
@@ -103,9 +115,10 @@ class Site:
                 self.agents.pop((world.name, rank)).close()
 
     def connect(self) -> None:
-        """Let the workers renew their leases, map what they may read, and report it."""
+        """Let services report to each other, workers renew their leases, map what they may read, and report it."""
+        self.report()
         for world in self.worlds:
-            entry = self.registry.get(world.name)
+            entry = world.registry.get(world.name)
             for rank in range(self.pool.model.num_ranks):
                 assert entry.namespace is not None
                 peers = tiers_of(world, rank)[1]
@@ -116,6 +129,11 @@ class Site:
                     peer.memory.close()
                 entry.workers.renew(self.info(world, rank))
 
+    def report(self) -> None:
+        """Let each service take what the others report."""
+        for link in self.links:
+            link.report()
+
     def peer(self, reader: World, arena: PeerArena, rank: int) -> Peer | None:
         """Map the memory of a peer, or open it over NIXL; None if it is gone."""
         if self.nixl_s:
@@ -123,12 +141,12 @@ class Site:
                 far = self.agents[reader.name, rank].open(arena)
             except Unavailable:
                 return None
-            return Peer(arena.first, arena.incarnation, self.memory_of(far, arena.incarnation))
+            return Peer(arena.first_slot, arena.incarnation, self.memory_of(far, arena.incarnation))
         name = arena.address.removeprefix("unix:/").rpartition("/")[0]
         (world,) = (one for one in self.worlds if one.name == name)
         host = tiers_of(world, rank)[0]
         mapped = Arena.open(os.dup(host.arena.descriptor), host.arena.num_slots, host.arena.slot_bytes)
-        return Peer(arena.first, arena.incarnation, self.memory_of(mapped, arena.incarnation))
+        return Peer(arena.first_slot, arena.incarnation, self.memory_of(mapped, arena.incarnation))
 
     def close(self) -> None:
         """Check the invariants of all cores, and stop all movers."""
@@ -136,6 +154,45 @@ class Site:
             world.check()
         for agent in self.agents.values():
             agent.close()
+
+
+class Link:
+    """What one service says to another, in messages: `kvplane_service.process.peer_services` without gRPC."""
+
+    def __init__(self, source: Registry, reader: Registry) -> None:
+        self._source, self._reader = source, reader
+        self._watches: dict[bytes, tuple[Namespace | None, Namespace, PeerWatch, ExitStack]] = {}
+        self.messages = 0
+
+    def report(self) -> None:
+        """Send what is new, and apply it."""
+        for digest, reader in self._reader.namespaces.items():
+            source = self._source.namespaces.get(digest)
+            given = self._watches.get(digest)
+            if given is not None and given[:2] != (source, reader):
+                self.cut()
+                given = None
+            if given is None:
+                watch, until = PeerWatch(), ExitStack()
+                if source is not None:
+                    until.enter_context(source.watched(watch))
+                given = self._watches[digest] = source, reader, watch, until
+            for news in source.news(given[2]) if source is not None else ():
+                sent = wire.encode_news(news).SerializeToString()
+                self.messages += 1
+                reader.apply(self.name, wire.decode_news(pb.WatchPeersResponse.FromString(sent), reader.digest_size))
+
+    @property
+    def name(self) -> str:
+        """The address of the service, as its reader knows it."""
+        return f"service-{id(self._source)}"
+
+    def cut(self) -> None:
+        """Break the connection: what was said is forgotten, and said again."""
+        for _, reader, _, until in self._watches.values():
+            reader.forget(self.name)
+            until.close()
+        self._watches.clear()
 
 
 def tiers_of(world: World, rank: int) -> tuple[HostSlots, PeerSlots]:

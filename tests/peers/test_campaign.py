@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.peers.campaign import HAS_NIXL, OVER_NIXL, kinds, kinds_over_nixl, plants, run
+from tests.peers.campaign import HAS_NIXL, OF_TWO, OVER_NIXL, kinds, kinds_over_nixl, plants, run
 
 REQUESTS, SEED, SEEDS = 24, 1, 6
 REFUSED = ("wrong bytes", "another namespace", "another memory", "another slot", "gone", "confused")
@@ -33,7 +33,7 @@ def test_no_token_differs_and_nothing_is_left(kind: str):
     assert (outcome.differing, outcome.wrong, outcome.leaks) == (0, [], [])
     assert outcome.report.requests == REQUESTS
     assert outcome.loads > 0
-    kind = kind.removesuffix(OVER_NIXL)
+    kind = kind.removesuffix(OVER_NIXL).removesuffix(OF_TWO)
     if kind == "sound":
         assert outcome.loaded >= 0.95 * outcome.only_peers > 0
     if kind == "stopped":

@@ -7,7 +7,8 @@ import yaml
 from pydantic import ValidationError
 
 from kvplane.base.errors import InvalidArgument, NotFound
-from kvplane_service.config import KEYS, Config, load, split_setting
+from kvplane_service.config import KEYS, Config
+from kvplane_service.config_loading import load, split_setting
 
 
 def write(tmp_path, text: str):

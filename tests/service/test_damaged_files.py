@@ -12,7 +12,7 @@ import pytest
 
 from kvplane.base.errors import KvplaneError
 from kvplane_plan.models.hf_config import read_model
-from kvplane_service import config
+from kvplane_service import config_loading
 from kvplane_service.auth.files import Reloaded
 from kvplane_service.auth.owners import read_owners
 from kvplane_service.auth.tokens import read_tokens
@@ -44,7 +44,7 @@ READERS: dict[str, tuple[Callable[[Path], object], bytes]] = {
     "keys": (lambda path: read_web_tokens(str(path), "i", "a"), b'{"keys": [{"kid": "a", "kty": "oct", "k": "AA"}]}'),
     "tokens": (lambda path: read_tokens(str(path)), b"sha256:" + b"0" * 64 + b" acme\n"),
     "model": (read_model, MODEL),
-    "config": (lambda path: config.load({}, {}, path), b"listen: 127.0.0.1:0\nlease_ms: 500\n"),
+    "config": (lambda path: config_loading.load({}, {}, path), b"listen: 127.0.0.1:0\nlease_ms: 500\n"),
 }
 MUTATIONS = 150
 

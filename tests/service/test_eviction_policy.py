@@ -14,7 +14,8 @@ from kvplane.base.step import End
 from kvplane.session.rows import FactRow, NewsRow, part_of
 from kvplane.unary import calls
 from kvplane.v1 import allocation_pb2 as pb
-from kvplane_service.config import Config, load
+from kvplane_service.config import Config
+from kvplane_service.config_loading import load
 from kvplane_service.registry import Registration
 from kvplane_service.rpc.sources import plan_source
 from kvplane_service.store.registration import namespace_of

@@ -123,13 +123,13 @@ def test_ranges_of_new_memory_overlap_with_none(site: Site):
     (one,) = namespace.arenas(second.name, 0)
     (other,) = namespace.arenas(first.name, 0)
     assert one.num_slots == other.num_slots == first.pool.tiers[0].num_blocks
-    assert {one.first, other.first} == {0, one.num_slots}
+    assert {one.first_slot, other.first_slot} == {0, one.num_slots}
     first.check()
     site.registry.remove(first.name)
     assert namespace.arenas(second.name, 0) == []
     site.worlds[0] = site.make(first.name)
     (again,) = namespace.arenas(second.name, 0)
-    assert again.first == one.first
+    assert again.first_slot == one.first_slot
     assert again.incarnation != one.incarnation
 
 

@@ -9,7 +9,8 @@ from kvplane.base.settings_file import in_named_unit, parse_yaml
 from kvplane.base.units import parse_bytes, parse_duration
 from kvplane_fleet.settings import load as load_fleet
 from kvplane_service.auth.owners import read_owners
-from kvplane_service.config import Config, load
+from kvplane_service.config import Config
+from kvplane_service.config_loading import load
 
 TIMES = [key for key in Config.model_fields if key.endswith("_ms")]
 SIZES = [key for key in Config.model_fields if key.endswith("_bytes")]

@@ -157,9 +157,9 @@ def test_another_memory_than_the_service_said_is_not_mapped(tmp_path: Path):
         before = len(os.listdir("/proc/self/fd"))
         for wrong in (arena.incarnation[::-1], bytes(IDENTITY_BYTES)):
             with pytest.raises(Unavailable, match="cannot be read"):
-                borrow(PeerArena(arena.first, SLOTS, arena.address, wrong))
+                borrow(PeerArena(arena.first_slot, SLOTS, arena.address, wrong))
         with pytest.raises(Unavailable, match="cannot be read"):
-            borrow(PeerArena(arena.first, SLOTS + 1, arena.address, arena.incarnation))
+            borrow(PeerArena(arena.first_slot, SLOTS + 1, arena.address, arena.incarnation))
         assert len(os.listdir("/proc/self/fd")) == before, "no descriptor is left"
 
 

@@ -204,7 +204,7 @@ class PeersOfWorker:
                 field="--peer-transport",
                 remedy="start that worker with --peer-transport nixl",
             )
-        return Peer(arena.first, arena.incarnation, self._nixl.open(arena))
+        return Peer(arena.first_slot, arena.incarnation, self._nixl.open(arena))
 
     def _restart(self) -> bool:
         """Start NIXL's process again if it has ended or all its lanes are late; returns whether it was. Then it lends
@@ -254,7 +254,7 @@ def borrow(arena: PeerArena) -> Peer:
             layout, descriptors, _, _ = socket.recv_fds(connection, _LAYOUT.size, 1)
     except OSError as error:
         raise Unavailable(f"the host tier at {path} cannot be reached: {error}") from None
-    return Peer(arena.first, arena.incarnation, _mapped(arena, layout, descriptors))
+    return Peer(arena.first_slot, arena.incarnation, _mapped(arena, layout, descriptors))
 
 
 def _mapped(arena: PeerArena, layout: bytes, descriptors: list[int]) -> Arena:

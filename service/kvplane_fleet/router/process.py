@@ -23,7 +23,8 @@ from kvplane_fleet.settings import FleetSettings
 from kvplane_service.auth.gate import open_gate
 from kvplane_service.auth.scopes import HEALTH, Rule, Scope, service_rules
 from kvplane_service.auth.tokens import metrics_token
-from kvplane_service.config import Config, Loaded, is_open_to_all
+from kvplane_service.config import Config, is_open_to_all
+from kvplane_service.config_loading import Loaded
 from kvplane_service.rpc.health import SERVICE as HEALTH_SERVICE
 from kvplane_service.rpc.health import Health
 from kvplane_service.rpc.methods import CallHooks, service_handler

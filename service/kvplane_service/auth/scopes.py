@@ -69,6 +69,7 @@ METHODS: Mapping[str, Rule] = {
         RegisterWorker=Rule(Scope.WORKER, is_audited=True),
         RenewWorker=Rule(Scope.WORKER),
         DeregisterWorker=Rule(Scope.WORKER, is_audited=True),
+        WatchPeers=Rule(Scope.WORKER, is_audited=True, is_for_all=True),
     ),
     **service_rules(
         "Admin",

@@ -15,6 +15,7 @@ from kvplane_service.auth.gate import CALL
 from kvplane_service.auth.owners import Owner
 from kvplane_service.auth.quotas import quota_exceeded
 from kvplane_service.registry import Entry, Registration, Registry, UnknownReplica
+from kvplane_service.replicas.peers import Namespace
 
 
 class VisibleReplicas:
@@ -50,6 +51,10 @@ class VisibleReplicas:
             call.is_hidden = True
             raise UnknownReplica(name)
         return entry
+
+    def namespace(self, digest: bytes) -> Namespace | None:
+        """Return the namespace of that digest, of any owner; None if it has no replica here."""
+        return self._registry.namespaces.get(digest)
 
     def check_name(self, name: str) -> None:
         """Raise PermissionDenied if the caller may not register this name, whether or not a replica has it."""

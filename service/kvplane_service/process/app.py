@@ -17,6 +17,7 @@ from kvplane.base.errors import InternalError, KvplaneError
 from kvplane_service.auth.gate import open_gate
 from kvplane_service.auth.tokens import metrics_token
 from kvplane_service.config import Config, is_open_to_all, is_store_trusted
+from kvplane_service.process.peer_services import PeerServices
 from kvplane_service.registry import Registry
 from kvplane_service.replicas.host import ReplicaHost
 from kvplane_service.replicas.idle_check import IdleCheck, check_in_background
@@ -76,6 +77,7 @@ class App:
         self.keeper = Keeper(self.registry, config, runtime, entropy)
         owners = make_owners(config, self.keeper, runtime, entropy.draw, environment)
         self.ownership = Ownership(self.registry, config, self.keeper, runtime, owners)
+        self._peer_services = PeerServices(self.registry, config)
         self.address = self.metrics_address = ""
         self._tracing: Tracing | None = None
         self.about = About()
@@ -112,6 +114,8 @@ class App:
         self._start_task("loop holds", self._holds.watch())
         self._start_task("logs", self.registry.logs.pack_in_background())
         self._start_task("samples of replicas", sample_in_background(self._recent, self._clock, asyncio.sleep))
+        if self._peer_services:
+            self._start_task("other services", self._peer_services.run())
         if self.config.replica_ttl_ms:
             expiry = expire_in_background(self.registry, self.ownership, self.config.replica_ttl_ms, asyncio.sleep)
             self._start_task("expiry of replicas", expiry)

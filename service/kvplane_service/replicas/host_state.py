@@ -21,7 +21,8 @@ from kvplane_service.replicas.applying import Applying
 from kvplane_service.replicas.engine_lives import Clock, EngineLives
 from kvplane_service.replicas.events import EventLog, PublicationHold
 from kvplane_service.replicas.idle_check import IdleCheck
-from kvplane_service.replicas.peers import Member, Namespace
+from kvplane_service.replicas.lenders import Member
+from kvplane_service.replicas.peers import Namespace
 from kvplane_service.replicas.recovery import Recovering
 from kvplane_service.replicas.sessions import SessionSlot
 from kvplane_service.replicas.step_order import StepOrder

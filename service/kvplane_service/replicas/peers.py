@@ -2,6 +2,7 @@
 
     steps of A: host tier ─▶ holders of each key ─▶ rows in the next step of B (section `peers`)
     workers of A: memory  ─▶ range of slots      ─▶ workers of B map it, and report it: from then on B gets rows of A
+    another service       ─▶ both, of its replicas (`peer_watch`)
 
 All replicas of a namespace number the slots of all host tiers in the same way: a host tier has a range from the time
 at which its workers register until the memory of one of them is new. What is sent proves nothing: a reader verifies the
@@ -12,123 +13,70 @@ registered again: its weights may have changed.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import islice
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain, islice
 
-from kvplane.base.groups import NULL_BLOCK, Medium, ReplicaSpec, TierKind
+from kvplane.base.errors import InvalidArgument, LimitExceeded
 from kvplane.base.sections import Peers
 from kvplane.base.step import CacheEvent, Step
-from kvplane.base.worker import PeerArena, WorkerState
+from kvplane.base.worker import MAX_PEERS, PeerArena, PeerNews
 from kvplane_core.face.keys import Key
 from kvplane_service.decisions.sent import step_with
-
-if TYPE_CHECKING:
-    from kvplane_service.replicas.host_state import HostState
-    from kvplane_service.replicas.workers import WorkerRoster
+from kvplane_service.replicas.lenders import Held, Lender, Member, RemoteMember, Sent, entries_of
+from kvplane_service.replicas.peer_watch import PeerWatch
 
 MOST_ROWS = 2048  # that are added to one step
-
-
-@dataclass(slots=True)
-class Sent:
-    """What was sent to a replica.
-
-    Attributes:
-        epoch: the engine life that it was sent to.
-        by_key: slot and version by key.
-        at_slot: the same, by slot.
-        waiting: keys whose holders have changed since.
-        offered: keys in the step that is being applied, which waited before.
-        readable: replicas whose host tier its workers can read.
-    """
-
-    epoch: int = 0
-    by_key: dict[Key, tuple[int, int]] = field(default_factory=dict)
-    at_slot: dict[int, Key] = field(default_factory=dict)
-    waiting: dict[Key, None] = field(default_factory=dict)
-    offered: list[Key] = field(default_factory=list)
-    readable: frozenset[str] = frozenset()
-
-
-@dataclass(slots=True)
-class Member:
-    """A replica of a namespace.
-
-    Attributes:
-        host, spec, num_ranks: the replica.
-        workers: returns its workers, by rank.
-        first: where its range begins; -1 = it has none.
-        memory: incarnation of its host tier on each rank, of that range.
-        held: key and version of each slot of its host tier.
-        changed: slots that may hold something else by now; None = all.
-        sent: what was sent to it.
-    """
-
-    host: HostState
-    spec: ReplicaSpec
-    num_ranks: int
-    workers: WorkerRoster
-    first: int = -1
-    memory: tuple[bytes, ...] = ()
-    held: dict[int, tuple[Key, int]] = field(default_factory=dict)
-    changed: set[int] | None = None
-    sent: Sent = field(default_factory=Sent)
-
-    @property
-    def reads(self) -> bool:
-        """Whether it has a tier of peers."""
-        return any(tier.kind is TierKind.PEERS for tier in self.spec.tiers)
-
-    @property
-    def num_slots(self) -> int:
-        """Slots of its host tier."""
-        return self.spec.tiers[0].num_blocks
-
-    def note(self, events: Iterable[CacheEvent]) -> None:
-        """Note what a step of it changed in its tiers."""
-        for event in events:
-            if event.tier is Medium.HOST and self.changed is not None:
-                self.changed.update(event.blocks)
-
-    def note_all(self) -> None:
-        """Note that anything may have changed."""
-        self.changed = None
 
 
 class Namespace:
     """The replicas whose slots have equal meaning.
 
     Attributes:
-        name: differs from that of every other namespace, also of another process.
+        name: equal for the namespaces of services that follow each other; differs from that of every other one.
     """
 
-    def __init__(self) -> None:
-        self.name = secrets.token_bytes(16)
+    def __init__(self, name: bytes = b"") -> None:
+        self.name = name or secrets.token_bytes(16)
         self._members: dict[str, Member] = {}
-        self._has_readers = False
-        self._holders: dict[Key, dict[str, tuple[int, int]]] = {}  # by name: slot of the range, and version
+        self._remote: dict[str, RemoteMember] = {}
+        self._watches: list[PeerWatch] = []
+        self._is_read = False  # by a replica here, or by another service
+        self._holders: dict[Key, dict[str, tuple[int, int]]] = {}  # by name: slot of its host tier, and version
 
     def __len__(self) -> int:
         return len(self._members)
 
+    @property
+    def has_readers(self) -> bool:
+        """Whether a replica here has a tier of peers."""
+        return any(one.reads for one in self._members.values())
+
+    @property
+    def digest_size(self) -> int:
+        """Bytes of a digest of its keys; it has a replica."""
+        return next(iter(self._members.values())).host.replica.digest_size
+
     def join(self, member: Member) -> None:
         """Add a replica."""
-        self._members[member.host.name] = member
-        self._has_readers |= member.reads
+        self._members[member.name] = member
+        self._set_read()
 
     def leave(self, name: str) -> None:
         """Remove a replica."""
         member = self._members.get(name)
         if member is not None:
-            self._hold(member, {})
+            self._clear(member)
             del self._members[name]
-            self._has_readers = any(one.reads for one in self._members.values())
+            self._set_read()
+
+    def _set_read(self) -> None:
+        self._is_read = self.has_readers or bool(self._watches)
 
     def note(self, member: Member, of_parts: Iterable[Sequence[CacheEvent]]) -> None:
         """Note what the parts of a step changed in the tiers of a member."""
-        if not self._has_readers:
+        if not self._is_read:
             member.changed = None
             return
         for events in of_parts:
@@ -142,34 +90,47 @@ class Namespace:
         self._place_all()
         found = []
         for other in self._others(name):
-            infos = {one.rank: one for one in other.workers.alive()}
-            if other.first >= 0 and rank in infos:
-                info = infos[rank]
-                found.append(PeerArena(other.first, other.num_slots, info.address, other.memory[rank], info.nixl_arena))
+            arena = other.lends().get(rank)
+            if arena is not None:
+                found.append(replace(arena, first_slot=other.first, incarnation=other.memory[rank]))
         return found
 
-    def _others(self, name: str) -> Iterator[Member]:
+    def _others(self, name: str) -> Iterator[Lender]:
+        """Return the replicas that one may read, and that its tier of peers has room for."""
         me = self._members.get(name)
         if me is not None and me.reads:
             most = me.spec.tiers[-1].num_blocks
-            yield from (one for one in self._members.values() if one is not me and one.first + one.num_slots <= most)
+            yield from (one for one in self._all() if one is not me and 0 <= one.first <= most - one.num_slots)
+
+    def _all(self) -> Iterator[Lender]:
+        return chain(self._members.values(), self._remote.values())
 
     def _place_all(self) -> None:
         """Give each host tier a range, another one if the memory of a rank is new."""
-        for member in self._members.values():
-            infos = [one for one in member.workers.alive() if one.state is not WorkerState.STARTING]
-            memory = tuple(one.host_incarnation for one in infos)
-            is_whole = [one.rank for one in infos] == list(range(member.num_ranks)) and all(memory)
-            if is_whole and memory != member.memory:
-                self._hold(member, {})
-                member.first, member.memory = -1, memory
-                member.first = self._free_range(member.num_slots)
+        lent = {name: one.lends() for name, one in self._members.items()}
+        mine = {arena.incarnation for one in lent.values() for arena in one.values()}
+        moved = [one for one in self._remote.values() if not mine.isdisjoint(one.incarnations)]
+        for other in moved:
+            other.first = -1  # it came here from the other service, which does not state it yet
+        for name, member in self._members.items():
+            memory = tuple(lent[name][rank].incarnation for rank in range(member.num_ranks) if rank in lent[name])
+            if len(memory) == member.num_ranks and memory != member.memory:
+                self._place(member, memory)
                 member.note_all()
+        for other in self._remote.values():
+            if other.first < 0 and other not in moved:
+                self._place(other, other.incarnations)
+
+    def _place(self, lender: Lender, memory: tuple[bytes, ...]) -> None:
+        if memory != lender.memory:
+            self._clear(lender)
+        lender.first, lender.memory = -1, memory
+        lender.first = self._free_range(lender.num_slots)
 
     def _free_range(self, size: int) -> int:
         """Return the start of the first gap of this size."""
         first = 0
-        for start, end in sorted((one.first, one.first + one.num_slots) for one in self._members.values()):
+        for start, end in sorted((one.first, one.first + one.num_slots) for one in self._all()):
             if start < 0:
                 continue
             if start - first >= size:
@@ -188,7 +149,7 @@ class Namespace:
             return step
         for one in self._members.values():
             self._read(one)
-        if _had_reset(me.host):
+        if me.had_reset:
             return step
         if me.sent.epoch != me.host.epoch:
             me.sent = Sent(me.host.epoch, waiting=dict.fromkeys(self._holders))
@@ -224,16 +185,16 @@ class Namespace:
         """Return what is sent to a replica next: as many rows as a step takes."""
         sent, rows = me.sent, Peers()
         sent.waiting.update(dict.fromkeys(sent.offered))  # a step that was refused
-        mapped = _mapped(me)
-        others = (one for one in self._others(me.host.name) if one.first >= 0)
-        readable = frozenset(one.host.name for one in others if set(one.memory) <= mapped)
+        mapped = me.mapped
+        first = {one.name: one.first for one in self._others(me.name) if set(one.memory) <= mapped}
+        readable = frozenset(first.items())
         if readable != sent.readable:
             sent.readable = readable
             sent.waiting.update(dict.fromkeys(self._holders))
         sent.offered.clear()
         for key in list(islice(sent.waiting, MOST_ROWS)):
-            holders = self._holders.get(key, {})
-            found = next((at for name, at in holders.items() if name in readable), None)
+            holders = self._holders.get(key, {}).items()
+            found = next(((first[name] + slot, version) for name, (slot, version) in holders if name in first), None)
             before = sent.by_key.get(key)
             del sent.waiting[key]
             sent.offered.append(key)
@@ -250,43 +211,34 @@ class Namespace:
 
     def _read(self, member: Member) -> None:
         """Read what has changed in the host tier of a replica."""
-        if not member.host.is_readable:
-            return
-        if not member.host.is_live or member.first < 0 or _had_reset(member.host):
-            if member.held:
-                self._hold(member, {})
-            member.changed = None
-            return
-        if member.changed is not None and not member.changed:
-            return
-        first, core = member.spec.num_blocks, member.host.replica
-        slots = range(member.num_slots) if member.changed is None else sorted(member.changed)
-        held = {} if member.changed is None else dict(member.held)
-        for slot in slots:
-            held.pop(slot, None)
-        found = core.entries([first + slot for slot in slots])
-        size, at = found.digest_size, 0
-        for run in found.runs:
-            for row in range(at, at + run.count):
-                key = run.domain, run.group, bytes(found.digests[row * size : (row + 1) * size])
-                held[found.block[row] - first] = key, found.stamp[row]
-            at += run.count
-        member.changed = set()
-        self._hold(member, held)
+        if member.host.is_readable:
+            found = member.read()
+            if found is None:
+                self._clear(member)
+            else:
+                self._hold(member, found)
 
-    def _hold(self, member: Member, held: dict[int, tuple[Key, int]]) -> None:
-        """Record what a host tier holds now."""
-        name, before, member.held = member.host.name, member.held, held
-        for slot in before.keys() | held.keys():
-            old, new = before.get(slot), held.get(slot)
+    def _clear(self, lender: Lender) -> None:
+        self._hold(lender, dict.fromkeys(lender.held))
+
+    def _hold(self, lender: Lender, found: Mapping[int, Held | None]) -> None:
+        """Record what slots of a host tier hold now."""
+        name, changed = lender.name, list[int]()
+        for slot, new in found.items():
+            old = lender.held.pop(slot, None)
+            if new is not None:
+                lender.held[slot] = new
             if old == new:
                 continue
-            if old is not None and self._holders.get(old[0], {}).get(name) == (member.first + slot, old[1]):
+            changed.append(slot)
+            if old is not None and self._holders.get(old[0], {}).get(name) == (slot, old[1]):
                 del self._holders[old[0]][name]
                 self._changed(old[0])
             if new is not None:
-                self._holders.setdefault(new[0], {})[name] = member.first + slot, new[1]
+                self._holders.setdefault(new[0], {})[name] = slot, new[1]
                 self._changed(new[0])
+        for watch in self._watches if name in self._members else ():
+            watch.note(name, changed)
 
     def _changed(self, key: Key) -> None:
         if not self._holders.get(key, True):
@@ -295,14 +247,73 @@ class Namespace:
             if one.reads:
                 one.sent.waiting[key] = None
 
+    # -- other services ----------------------------------------------------------------------------------------------
 
-def _mapped(member: Member) -> set[bytes]:
-    """Return the memories that the workers of all ranks of a replica have mapped: each one that of its rank."""
-    return {incarnation for worker in member.workers.alive() for incarnation in worker.mapped}
+    @contextmanager
+    def watched(self, watch: PeerWatch) -> Iterator[None]:
+        """Note for another service what changes in the host tiers of the replicas here."""
+        self._watches.append(watch)
+        self._set_read()
+        try:
+            yield
+        finally:
+            self._watches.remove(watch)
+            self._set_read()
 
+    def news(self, watch: PeerWatch) -> Iterator[PeerNews]:
+        """Return what another service was not sent yet, in messages of bounded size."""
+        self._place_all()
+        for member in self._members.values():
+            self._read(member)
+        yield from watch.news(self._members)
 
-def _had_reset(host: HostState) -> bool:
-    """Whether the cache of a replica was reset: the null block has the stamp of the last reset, in the core, or in the
-    memory with which the engine began, where a reset outlives the service.
-    """
-    return host.memory_had_reset or host.replica.entries([NULL_BLOCK]).unkeyed_stamp[0] != 0
+    def apply(self, service: str, news: PeerNews) -> None:
+        """Record what another service says of a replica.
+
+        Raises:
+            InvalidArgument: it cannot be of this namespace.
+            LimitExceeded: the services have more than MAX_PEERS replicas.
+        """
+        name = f"{service} {news.replica}"
+        if news.is_gone:
+            self._forget(name)
+            return
+        if news.arenas:
+            self._check_ranks(news)
+            other = self._remote.get(name)
+            if other is not None and other.incarnations != tuple(one.incarnation for one in news.arenas):
+                self._forget(name)
+            if name not in self._remote:
+                if len(self._remote) >= MAX_PEERS:
+                    what = f"over {MAX_PEERS} replicas of other services"
+                    raise LimitExceeded(what, field="replica", remedy="follow fewer services")
+                self._remote[name] = RemoteMember(name, news.arenas)
+            self._remote[name].arenas = news.arenas
+            self._place_all()
+        if name not in self._remote:
+            raise InvalidArgument("rows came before the memory", field="arenas", remedy="say the memory first")
+        if self._has_room(self._remote[name]):
+            self._hold(self._remote[name], entries_of(news, self._remote[name].num_slots))
+
+    def forget(self, service: str) -> None:
+        """Forget what another service has said."""
+        for name in [one for one in self._remote if one.startswith(f"{service} ")]:
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        other = self._remote.get(name)
+        if other is not None:
+            self._clear(other)
+            del self._remote[name]
+
+    def _has_room(self, other: RemoteMember) -> bool:
+        """Whether a replica here can read it; of one that none can, nothing is kept."""
+        most = max((one.spec.tiers[-1].num_blocks for one in self._members.values() if one.reads), default=0)
+        return other.first + other.num_slots <= most
+
+    def _check_ranks(self, news: PeerNews) -> None:
+        ranks = {one.num_ranks for one in self._members.values()}
+        if ranks != {len(news.arenas)} or len({one.num_slots for one in news.arenas}) != 1:
+            what = f"{len(news.arenas)} host tiers, of {sorted({one.num_slots for one in news.arenas})} slots"
+            remedy = f"state one of each of {max(ranks, default=0)} ranks, with as many slots"
+            raise InvalidArgument(what, field="arenas", remedy=remedy)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import nullcontext
+
 from google.protobuf.message import Message
 
 from kvplane import wire
+from kvplane.base.errors import InvalidArgument
 from kvplane.base.worker import Renewal
 from kvplane.v1 import plan_pb2 as pb
 from kvplane_service.auth.visible import VisibleReplicas
+from kvplane_service.registry import NAMESPACE_BYTES
+from kvplane_service.replicas.peer_watch import PeerWatch
+
+LOOK_S = 0.05  # between two looks for what has changed
 
 
 class WorkersServicer:
@@ -37,3 +46,20 @@ class WorkersServicer:
         """Remove a worker from its replica."""
         self._registry.get(request.replica).workers.leave(request.worker_id)
         return pb.DeregisterWorkerResponse()
+
+    async def WatchPeers(self, request: pb.WatchPeersRequest) -> AsyncGenerator[Message]:  # noqa: N802
+        """Stream what the host tiers of the replicas of a namespace hold, to another service. The first message is
+        empty: it says that the service answers.
+        """
+        if len(request.namespace) != NAMESPACE_BYTES:
+            remedy = f"give the {NAMESPACE_BYTES} bytes of RegisterWorkerResponse.namespace"
+            raise InvalidArgument(f"{len(request.namespace)} bytes", field="namespace", remedy=remedy)
+        yield pb.WatchPeersResponse()
+        sent = PeerWatch()
+        while True:
+            namespace = self._registry.namespace(request.namespace)
+            with namespace.watched(sent) if namespace is not None else nullcontext():
+                while namespace is self._registry.namespace(request.namespace):
+                    for news in namespace.news(sent) if namespace is not None else sent.news({}):
+                        yield wire.encode_news(news)
+                    await asyncio.sleep(LOOK_S)

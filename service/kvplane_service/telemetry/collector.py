@@ -329,6 +329,14 @@ class ServiceCollector(Collector):
         )
         expired.add_metric((), self._registry.num_expired)
         yield expired
+        services = GaugeMetricFamily(
+            "kvplane_peer_service_followed",
+            "1 while a service of peer_services says what its replicas hold, for replicas here that could load it.",
+            labels=("service",),
+        )
+        for address, is_followed in self._registry.peer_services.items():
+            services.add_metric((address,), is_followed)
+        yield services
 
     def _of(self, entries: Sequence[Entry]) -> Iterator[Metric]:
         """Yield the metric families that have a value per replica, with the values of these registered replicas."""

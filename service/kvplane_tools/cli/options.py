@@ -25,7 +25,7 @@ from kvplane.base.units import parse_bytes, parse_duration
 from kvplane.rpc.access import Access, Tls
 
 if TYPE_CHECKING:
-    from kvplane_service.config import Loaded
+    from kvplane_service.config_loading import Loaded
 
 # Exit codes: 0 done, 1 failed, 2 wrong use, 3 service or address unavailable, 130 after Ctrl-C.
 FAILED, WRONG_USE, UNAVAILABLE, INTERRUPTED = 1, 2, 3, 130
@@ -305,11 +305,11 @@ def load_config(
     file: Path | None, listen: str | None, settings: list[str] | None, metrics: str | None = None
 ) -> Loaded:
     """Return the configuration; a flag has precedence over the environment, then the file, then the default. Raises
-    InvalidArgument or NotFound as `config.load`.
+    InvalidArgument or NotFound as `config_loading.load`.
     """
-    from kvplane_service import config
+    from kvplane_service import config_loading
     from kvplane_service.runtime.memory import available_memory
 
-    flags = dict(config.split_setting(text) for text in settings or ())
+    flags = dict(config_loading.split_setting(text) for text in settings or ())
     flags |= {name: text for name, text in (("listen", listen), ("metrics_listen", metrics)) if text is not None}
-    return config.load(flags, os.environ, file, available_memory)
+    return config_loading.load(flags, os.environ, file, available_memory)

@@ -10,7 +10,8 @@ from kvplane.base.groups import ReplicaSpec
 from kvplane.base.step import Step, StepResult
 from kvplane.base.worker import INCARNATION_BYTES, WorkerInfo, WorkerState
 from kvplane_core.face.interface import ReplicaCore
-from kvplane_service.replicas.peers import Member, Namespace
+from kvplane_service.replicas.lenders import Member
+from kvplane_service.replicas.peers import Namespace
 from tests.bench.routing import PublishingSession
 
 
@@ -49,7 +50,7 @@ class PeerSession(PublishingSession):
         self._namespace = namespace
         host: Any = PeerHost(str(number), self.replica)
         workers: Any = PeerWorkers(number, range(engines))
-        self._member = Member(host, spec, 1, workers)
+        self._member = Member(str(number), host, spec, 1, workers)
         namespace.join(self._member)
 
     def _apply(self, step: Step) -> StepResult:

@@ -5,12 +5,13 @@ one rank.
 from __future__ import annotations
 
 import posixpath
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.groups import TierKind, TierSpec
+from kvplane.base.groups import MAX_BLOCKS, TierKind, TierSpec
 from kvplane.base.rank_plan import RankPlan
+from kvplane.base.sections import Peers
 from kvplane.base.stamps import MAX_EPOCH
 
 MAX_ADDRESS_CHARS = 512
@@ -85,18 +86,7 @@ class WorkerInfo:
     def validate(self) -> None:
         """Raise InvalidArgument for the first attribute that is out of range; the error's field names it."""
         _require(self.worker_id > 0, "worker_id", self.worker_id, "choose a random u64 that is not 0")
-        _require(
-            len(self.address) <= MAX_ADDRESS_CHARS,
-            "address",
-            self.address,
-            f"give at most {MAX_ADDRESS_CHARS} characters",
-        )
-        _require(
-            self.address.startswith(UNIX) and is_socket_path(self.address.removeprefix(UNIX)),
-            "address",
-            self.address,
-            "give unix:PATH with an absolute path that has no empty, . or .. component and no %, ? or #",
-        )
+        _require_address(self.address, "worker")
         _require(
             len(self.device) <= MAX_DEVICE_CHARS, "device", self.device, f"give at most {MAX_DEVICE_CHARS} characters"
         )
@@ -122,18 +112,45 @@ class PeerArena:
     """The host tier of a peer that a worker may read.
 
     Attributes:
-        first: slot of the tier of peers that stands for its slot 0.
+        first_slot: slot of the tier of peers that stands for its slot 0.
         num_slots: number of its slots.
         address: of the peer's worker of the same rank.
         incarnation: `WorkerInfo.host_incarnation` of that worker.
         nixl_arena: `WorkerInfo.nixl_arena` of that worker.
     """
 
-    first: int
+    first_slot: int
     num_slots: int
     address: str
     incarnation: bytes
     nixl_arena: bytes = b""
+
+    def validate(self, where: str) -> None:
+        """Raise InvalidArgument for the first attribute that is out of range; `where` names the arena in errors."""
+        size = f"give at most {MAX_NIXL_BYTES} bytes"
+        _require(0 < self.num_slots <= MAX_BLOCKS, "num_slots", self.num_slots, f"give 1 to {MAX_BLOCKS}", where)
+        _require_address(self.address, where)
+        _require(
+            len(self.incarnation) == INCARNATION_BYTES, "incarnation", self.incarnation[:32], "give 16 bytes", where
+        )
+        _require(len(self.nixl_arena) <= MAX_NIXL_BYTES, "nixl_arena", len(self.nixl_arena), size, where)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerNews:
+    """What a service says of one of its replicas to another service.
+
+    Attributes:
+        replica: its name.
+        is_gone: it is no peer any more.
+        arenas: its host tier on each rank, if that has changed; if an incarnation is new, all slots are empty.
+        rows: what slots of its host tier hold now, or hold no longer.
+    """
+
+    replica: str
+    is_gone: bool = False
+    arenas: tuple[PeerArena, ...] = ()
+    rows: Peers = field(default_factory=Peers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +189,14 @@ def is_socket_path(path: str) -> bool:
     return path.startswith("/") and is_normal and path.isprintable() and _PARSED_BY_GRPC.isdisjoint(path)
 
 
-def _require(holds: bool, name: str, found: object, remedy: str) -> None:
+def _require_address(address: str, where: str) -> None:
+    most = f"give at most {MAX_ADDRESS_CHARS} characters"
+    form = "give unix:PATH with an absolute path that has no empty, . or .. component and no %, ? or #"
+    _require(len(address) <= MAX_ADDRESS_CHARS, "address", address, most, where)
+    is_path = address.startswith(UNIX) and is_socket_path(address.removeprefix(UNIX))
+    _require(is_path, "address", address, form, where)
+
+
+def _require(holds: bool, name: str, found: object, remedy: str, where: str = "worker") -> None:
     if not holds:
-        raise InvalidArgument(f"{found!r} is out of range", field=f"worker.{name}", remedy=remedy)
+        raise InvalidArgument(f"{found!r} is out of range", field=f"{where}.{name}", remedy=remedy)

@@ -23,41 +23,46 @@ _sym_db = _symbol_database.Default()
 
 
 from kvplane.v1 import replica_pb2 as kvplane_dot_v1_dot_replica__pb2
+from kvplane.v1 import step_pb2 as kvplane_dot_v1_dot_step__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvplane/v1/plan.proto\x12\nkvplane.v1\x1a\x18kvplane/v1/replica.proto\"\x83\x01\n\x0fTensorPlacement\x12\r\n\x05group\x18\x01 \x01(\r\x12\x13\n\x0blayer_names\x18\x02 \x03(\t\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x04\x12\x1a\n\x12layer_stride_bytes\x18\x04 \x01(\x04\x12\x1a\n\x12\x62lock_stride_bytes\x18\x05 \x01(\x04\"0\n\x0bGroupLayers\x12!\n\x06layers\x18\x01 \x03(\x0b\x32\x11.kvplane.v1.Layer\"\xe3\x01\n\x08RankPlan\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x17\n\x0f\x62ytes_per_block\x18\x03 \x01(\x04\x12\'\n\x06groups\x18\x04 \x03(\x0b\x32\x17.kvplane.v1.GroupLayers\x12,\n\x07tensors\x18\x05 \x03(\x0b\x32\x1b.kvplane.v1.TensorPlacement\x12(\n\rshared_layers\x18\x06 \x03(\x0b\x32\x11.kvplane.v1.Layer\x12\x15\n\ropaque_layout\x18\x07 \x01(\t\"\xf5\x01\n\x07TierUse\x12\"\n\x04kind\x18\x01 \x01(\x0e\x32\x14.kvplane.v1.TierKind\x12\x12\n\nslot_bytes\x18\x02 \x01(\x04\x12\x14\n\x0csaved_blocks\x18\x03 \x01(\x04\x12\x13\n\x0bsaved_bytes\x18\x04 \x01(\x04\x12\x15\n\rloaded_blocks\x18\x05 \x01(\x04\x12\x14\n\x0cloaded_bytes\x18\x06 \x01(\x04\x12\x18\n\x10\x64iscarded_blocks\x18\x07 \x01(\x04\x12\x16\n\x0erefused_blocks\x18\x08 \x01(\x04\x12\x15\n\rfailed_blocks\x18\t \x01(\x04\x12\x11\n\tsuspended\x18\n \x01(\x08\"\xb8\x02\n\nWorkerInfo\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12&\n\x05state\x18\x06 \x01(\x0e\x32\x17.kvplane.v1.WorkerState\x12\x13\n\x0bincarnation\x18\x07 \x01(\x06\x12\x13\n\x0bowner_epoch\x18\x08 \x01(\x04\x12\x13\n\x0bplan_digest\x18\t \x01(\t\x12\"\n\x05tiers\x18\n \x03(\x0b\x32\x13.kvplane.v1.TierUse\x12\x18\n\x10host_incarnation\x18\x0b \x01(\x0c\x12\x0e\n\x06mapped\x18\x0c \x03(\x0c\x12\x12\n\nnixl_arena\x18\r \x01(\x0c\x12\x12\n\nnixl_peers\x18\x0e \x01(\r\"l\n\tPeerArena\x12\x12\n\nfirst_slot\x18\x01 \x01(\r\x12\x11\n\tnum_slots\x18\x02 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\x0c\x12\x12\n\nnixl_arena\x18\x05 \x01(\x0c\"P\n\x15RegisterWorkerRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12&\n\x06worker\x18\x02 \x01(\x0b\x32\x16.kvplane.v1.WorkerInfo\"\xc2\x01\n\x16RegisterWorkerResponse\x12\"\n\x04plan\x18\x01 \x01(\x0b\x32\x14.kvplane.v1.RankPlan\x12\x13\n\x0bplan_digest\x18\x02 \x01(\t\x12\x11\n\tnum_ranks\x18\x03 \x01(\r\x12\x10\n\x08lease_ms\x18\x04 \x01(\r\x12#\n\x05tiers\x18\x05 \x03(\x0b\x32\x14.kvplane.v1.TierSpec\x12\x12\n\ncontent_id\x18\x06 \x01(\x0c\x12\x11\n\tnamespace\x18\x07 \x01(\x0c\"M\n\x12RenewWorkerRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12&\n\x06worker\x18\x02 \x01(\x0b\x32\x16.kvplane.v1.WorkerInfo\"M\n\x13RenewWorkerResponse\x12\x10\n\x08lease_ms\x18\x01 \x01(\r\x12$\n\x05peers\x18\x02 \x03(\x0b\x32\x15.kvplane.v1.PeerArena\"=\n\x17\x44\x65registerWorkerRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\x06\"\x1a\n\x18\x44\x65registerWorkerResponse*x\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x18\n\x14WORKER_STATE_LEAVING\x10\x03\x32\x91\x02\n\x07Workers\x12W\n\x0eRegisterWorker\x12!.kvplane.v1.RegisterWorkerRequest\x1a\".kvplane.v1.RegisterWorkerResponse\x12N\n\x0bRenewWorker\x12\x1e.kvplane.v1.RenewWorkerRequest\x1a\x1f.kvplane.v1.RenewWorkerResponse\x12]\n\x10\x44\x65registerWorker\x12#.kvplane.v1.DeregisterWorkerRequest\x1a$.kvplane.v1.DeregisterWorkerResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvplane/v1/plan.proto\x12\nkvplane.v1\x1a\x18kvplane/v1/replica.proto\x1a\x15kvplane/v1/step.proto\"\x83\x01\n\x0fTensorPlacement\x12\r\n\x05group\x18\x01 \x01(\r\x12\x13\n\x0blayer_names\x18\x02 \x03(\t\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x04\x12\x1a\n\x12layer_stride_bytes\x18\x04 \x01(\x04\x12\x1a\n\x12\x62lock_stride_bytes\x18\x05 \x01(\x04\"0\n\x0bGroupLayers\x12!\n\x06layers\x18\x01 \x03(\x0b\x32\x11.kvplane.v1.Layer\"\xe3\x01\n\x08RankPlan\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x17\n\x0f\x62ytes_per_block\x18\x03 \x01(\x04\x12\'\n\x06groups\x18\x04 \x03(\x0b\x32\x17.kvplane.v1.GroupLayers\x12,\n\x07tensors\x18\x05 \x03(\x0b\x32\x1b.kvplane.v1.TensorPlacement\x12(\n\rshared_layers\x18\x06 \x03(\x0b\x32\x11.kvplane.v1.Layer\x12\x15\n\ropaque_layout\x18\x07 \x01(\t\"\xf5\x01\n\x07TierUse\x12\"\n\x04kind\x18\x01 \x01(\x0e\x32\x14.kvplane.v1.TierKind\x12\x12\n\nslot_bytes\x18\x02 \x01(\x04\x12\x14\n\x0csaved_blocks\x18\x03 \x01(\x04\x12\x13\n\x0bsaved_bytes\x18\x04 \x01(\x04\x12\x15\n\rloaded_blocks\x18\x05 \x01(\x04\x12\x14\n\x0cloaded_bytes\x18\x06 \x01(\x04\x12\x18\n\x10\x64iscarded_blocks\x18\x07 \x01(\x04\x12\x16\n\x0erefused_blocks\x18\x08 \x01(\x04\x12\x15\n\rfailed_blocks\x18\t \x01(\x04\x12\x11\n\tsuspended\x18\n \x01(\x08\"\xb8\x02\n\nWorkerInfo\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12&\n\x05state\x18\x06 \x01(\x0e\x32\x17.kvplane.v1.WorkerState\x12\x13\n\x0bincarnation\x18\x07 \x01(\x06\x12\x13\n\x0bowner_epoch\x18\x08 \x01(\x04\x12\x13\n\x0bplan_digest\x18\t \x01(\t\x12\"\n\x05tiers\x18\n \x03(\x0b\x32\x13.kvplane.v1.TierUse\x12\x18\n\x10host_incarnation\x18\x0b \x01(\x0c\x12\x0e\n\x06mapped\x18\x0c \x03(\x0c\x12\x12\n\nnixl_arena\x18\r \x01(\x0c\x12\x12\n\nnixl_peers\x18\x0e \x01(\r\"l\n\tPeerArena\x12\x12\n\nfirst_slot\x18\x01 \x01(\r\x12\x11\n\tnum_slots\x18\x02 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\x0c\x12\x12\n\nnixl_arena\x18\x05 \x01(\x0c\"P\n\x15RegisterWorkerRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12&\n\x06worker\x18\x02 \x01(\x0b\x32\x16.kvplane.v1.WorkerInfo\"\xc2\x01\n\x16RegisterWorkerResponse\x12\"\n\x04plan\x18\x01 \x01(\x0b\x32\x14.kvplane.v1.RankPlan\x12\x13\n\x0bplan_digest\x18\x02 \x01(\t\x12\x11\n\tnum_ranks\x18\x03 \x01(\r\x12\x10\n\x08lease_ms\x18\x04 \x01(\r\x12#\n\x05tiers\x18\x05 \x03(\x0b\x32\x14.kvplane.v1.TierSpec\x12\x12\n\ncontent_id\x18\x06 \x01(\x0c\x12\x11\n\tnamespace\x18\x07 \x01(\x0c\"M\n\x12RenewWorkerRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12&\n\x06worker\x18\x02 \x01(\x0b\x32\x16.kvplane.v1.WorkerInfo\"M\n\x13RenewWorkerResponse\x12\x10\n\x08lease_ms\x18\x01 \x01(\r\x12$\n\x05peers\x18\x02 \x03(\x0b\x32\x15.kvplane.v1.PeerArena\"=\n\x17\x44\x65registerWorkerRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\x06\"\x1a\n\x18\x44\x65registerWorkerResponse\"&\n\x11WatchPeersRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\"~\n\x12WatchPeersResponse\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x0f\n\x07is_gone\x18\x02 \x01(\x08\x12%\n\x06\x61renas\x18\x03 \x03(\x0b\x32\x15.kvplane.v1.PeerArena\x12\x1f\n\x04rows\x18\x04 \x01(\x0b\x32\x11.kvplane.v1.Peers*x\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x18\n\x14WORKER_STATE_LEAVING\x10\x03\x32\xe0\x02\n\x07Workers\x12W\n\x0eRegisterWorker\x12!.kvplane.v1.RegisterWorkerRequest\x1a\".kvplane.v1.RegisterWorkerResponse\x12N\n\x0bRenewWorker\x12\x1e.kvplane.v1.RenewWorkerRequest\x1a\x1f.kvplane.v1.RenewWorkerResponse\x12]\n\x10\x44\x65registerWorker\x12#.kvplane.v1.DeregisterWorkerRequest\x1a$.kvplane.v1.DeregisterWorkerResponse\x12M\n\nWatchPeers\x12\x1d.kvplane.v1.WatchPeersRequest\x1a\x1e.kvplane.v1.WatchPeersResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvplane.v1.plan_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERSTATE']._serialized_start=1678
-  _globals['_WORKERSTATE']._serialized_end=1798
-  _globals['_TENSORPLACEMENT']._serialized_start=64
-  _globals['_TENSORPLACEMENT']._serialized_end=195
-  _globals['_GROUPLAYERS']._serialized_start=197
-  _globals['_GROUPLAYERS']._serialized_end=245
-  _globals['_RANKPLAN']._serialized_start=248
-  _globals['_RANKPLAN']._serialized_end=475
-  _globals['_TIERUSE']._serialized_start=478
-  _globals['_TIERUSE']._serialized_end=723
-  _globals['_WORKERINFO']._serialized_start=726
-  _globals['_WORKERINFO']._serialized_end=1038
-  _globals['_PEERARENA']._serialized_start=1040
-  _globals['_PEERARENA']._serialized_end=1148
-  _globals['_REGISTERWORKERREQUEST']._serialized_start=1150
-  _globals['_REGISTERWORKERREQUEST']._serialized_end=1230
-  _globals['_REGISTERWORKERRESPONSE']._serialized_start=1233
-  _globals['_REGISTERWORKERRESPONSE']._serialized_end=1427
-  _globals['_RENEWWORKERREQUEST']._serialized_start=1429
-  _globals['_RENEWWORKERREQUEST']._serialized_end=1506
-  _globals['_RENEWWORKERRESPONSE']._serialized_start=1508
-  _globals['_RENEWWORKERRESPONSE']._serialized_end=1585
-  _globals['_DEREGISTERWORKERREQUEST']._serialized_start=1587
-  _globals['_DEREGISTERWORKERREQUEST']._serialized_end=1648
-  _globals['_DEREGISTERWORKERRESPONSE']._serialized_start=1650
-  _globals['_DEREGISTERWORKERRESPONSE']._serialized_end=1676
-  _globals['_WORKERS']._serialized_start=1801
-  _globals['_WORKERS']._serialized_end=2074
+  _globals['_WORKERSTATE']._serialized_start=1869
+  _globals['_WORKERSTATE']._serialized_end=1989
+  _globals['_TENSORPLACEMENT']._serialized_start=87
+  _globals['_TENSORPLACEMENT']._serialized_end=218
+  _globals['_GROUPLAYERS']._serialized_start=220
+  _globals['_GROUPLAYERS']._serialized_end=268
+  _globals['_RANKPLAN']._serialized_start=271
+  _globals['_RANKPLAN']._serialized_end=498
+  _globals['_TIERUSE']._serialized_start=501
+  _globals['_TIERUSE']._serialized_end=746
+  _globals['_WORKERINFO']._serialized_start=749
+  _globals['_WORKERINFO']._serialized_end=1061
+  _globals['_PEERARENA']._serialized_start=1063
+  _globals['_PEERARENA']._serialized_end=1171
+  _globals['_REGISTERWORKERREQUEST']._serialized_start=1173
+  _globals['_REGISTERWORKERREQUEST']._serialized_end=1253
+  _globals['_REGISTERWORKERRESPONSE']._serialized_start=1256
+  _globals['_REGISTERWORKERRESPONSE']._serialized_end=1450
+  _globals['_RENEWWORKERREQUEST']._serialized_start=1452
+  _globals['_RENEWWORKERREQUEST']._serialized_end=1529
+  _globals['_RENEWWORKERRESPONSE']._serialized_start=1531
+  _globals['_RENEWWORKERRESPONSE']._serialized_end=1608
+  _globals['_DEREGISTERWORKERREQUEST']._serialized_start=1610
+  _globals['_DEREGISTERWORKERREQUEST']._serialized_end=1671
+  _globals['_DEREGISTERWORKERRESPONSE']._serialized_start=1673
+  _globals['_DEREGISTERWORKERRESPONSE']._serialized_end=1699
+  _globals['_WATCHPEERSREQUEST']._serialized_start=1701
+  _globals['_WATCHPEERSREQUEST']._serialized_end=1739
+  _globals['_WATCHPEERSRESPONSE']._serialized_start=1741
+  _globals['_WATCHPEERSRESPONSE']._serialized_end=1867
+  _globals['_WORKERS']._serialized_start=1992
+  _globals['_WORKERS']._serialized_end=2344
 # @@protoc_insertion_point(module_scope)

@@ -1,4 +1,5 @@
 from kvplane.v1 import replica_pb2 as _replica_pb2
+from kvplane.v1 import step_pb2 as _step_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -179,3 +180,21 @@ class DeregisterWorkerRequest(_message.Message):
 class DeregisterWorkerResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class WatchPeersRequest(_message.Message):
+    __slots__ = ("namespace",)
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    def __init__(self, namespace: _Optional[bytes] = ...) -> None: ...
+
+class WatchPeersResponse(_message.Message):
+    __slots__ = ("replica", "is_gone", "arenas", "rows")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    IS_GONE_FIELD_NUMBER: _ClassVar[int]
+    ARENAS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    is_gone: bool
+    arenas: _containers.RepeatedCompositeFieldContainer[PeerArena]
+    rows: _step_pb2.Peers
+    def __init__(self, replica: _Optional[str] = ..., is_gone: bool = ..., arenas: _Optional[_Iterable[_Union[PeerArena, _Mapping]]] = ..., rows: _Optional[_Union[_step_pb2.Peers, _Mapping]] = ...) -> None: ...

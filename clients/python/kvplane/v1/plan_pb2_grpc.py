@@ -54,6 +54,11 @@ class WorkersStub(object):
                 request_serializer=kvplane_dot_v1_dot_plan__pb2.DeregisterWorkerRequest.SerializeToString,
                 response_deserializer=kvplane_dot_v1_dot_plan__pb2.DeregisterWorkerResponse.FromString,
                 _registered_method=True)
+        self.WatchPeers = channel.unary_stream(
+                '/kvplane.v1.Workers/WatchPeers',
+                request_serializer=kvplane_dot_v1_dot_plan__pb2.WatchPeersRequest.SerializeToString,
+                response_deserializer=kvplane_dot_v1_dot_plan__pb2.WatchPeersResponse.FromString,
+                _registered_method=True)
 
 
 class WorkersServicer(object):
@@ -89,6 +94,14 @@ class WorkersServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchPeers(self, request, context):
+        """Says which replicas of a namespace this service has, what their host tiers hold, and every change of both, until the
+        caller cancels. Another service calls it, whose replicas of that namespace may then load what these hold.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkersServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -106,6 +119,11 @@ def add_WorkersServicer_to_server(servicer, server):
                     servicer.DeregisterWorker,
                     request_deserializer=kvplane_dot_v1_dot_plan__pb2.DeregisterWorkerRequest.FromString,
                     response_serializer=kvplane_dot_v1_dot_plan__pb2.DeregisterWorkerResponse.SerializeToString,
+            ),
+            'WatchPeers': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchPeers,
+                    request_deserializer=kvplane_dot_v1_dot_plan__pb2.WatchPeersRequest.FromString,
+                    response_serializer=kvplane_dot_v1_dot_plan__pb2.WatchPeersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -194,6 +212,33 @@ class Workers(object):
             '/kvplane.v1.Workers/DeregisterWorker',
             kvplane_dot_v1_dot_plan__pb2.DeregisterWorkerRequest.SerializeToString,
             kvplane_dot_v1_dot_plan__pb2.DeregisterWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchPeers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvplane.v1.Workers/WatchPeers',
+            kvplane_dot_v1_dot_plan__pb2.WatchPeersRequest.SerializeToString,
+            kvplane_dot_v1_dot_plan__pb2.WatchPeersResponse.FromString,
             options,
             channel_credentials,
             insecure,

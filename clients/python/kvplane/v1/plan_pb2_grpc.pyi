@@ -50,6 +50,10 @@ class WorkersStub:
     """
     DeregisterWorker: _grpc.UnaryUnaryMultiCallable[_plan_pb2.DeregisterWorkerRequest, _plan_pb2.DeregisterWorkerResponse]
     """Removes the worker. Does nothing if it is not registered. NOT_FOUND: unknown replica."""
+    WatchPeers: _grpc.UnaryStreamMultiCallable[_plan_pb2.WatchPeersRequest, _plan_pb2.WatchPeersResponse]
+    """Says which replicas of a namespace this service has, what their host tiers hold, and every change of both, until the
+    caller cancels. Another service calls it, whose replicas of that namespace may then load what these hold.
+    """
 
 @_typing.type_check_only
 class WorkersAsyncStub(WorkersStub):
@@ -73,6 +77,10 @@ class WorkersAsyncStub(WorkersStub):
     """
     DeregisterWorker: _aio.UnaryUnaryMultiCallable[_plan_pb2.DeregisterWorkerRequest, _plan_pb2.DeregisterWorkerResponse]  # type: ignore[assignment]
     """Removes the worker. Does nothing if it is not registered. NOT_FOUND: unknown replica."""
+    WatchPeers: _aio.UnaryStreamMultiCallable[_plan_pb2.WatchPeersRequest, _plan_pb2.WatchPeersResponse]  # type: ignore[assignment]
+    """Says which replicas of a namespace this service has, what their host tiers hold, and every change of both, until the
+    caller cancels. Another service calls it, whose replicas of that namespace may then load what these hold.
+    """
 
 class WorkersServicer(metaclass=_abc_1.ABCMeta):
     """Assigns memory plans to workers and tracks which worker holds the pages of which rank.
@@ -111,5 +119,15 @@ class WorkersServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_plan_pb2.DeregisterWorkerResponse, _abc.Awaitable[_plan_pb2.DeregisterWorkerResponse]]:
         """Removes the worker. Does nothing if it is not registered. NOT_FOUND: unknown replica."""
+
+    @_abc_1.abstractmethod
+    def WatchPeers(
+        self,
+        request: _plan_pb2.WatchPeersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_plan_pb2.WatchPeersResponse], _abc.AsyncIterator[_plan_pb2.WatchPeersResponse]]:
+        """Says which replicas of a namespace this service has, what their host tiers hold, and every change of both, until the
+        caller cancels. Another service calls it, whose replicas of that namespace may then load what these hold.
+        """
 
 def add_WorkersServicer_to_server(servicer: WorkersServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

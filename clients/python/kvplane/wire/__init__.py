@@ -40,8 +40,10 @@ from kvplane.wire.unary import encode_layer_source as encode_layer_source
 from kvplane.wire.unary import encode_model_source as encode_model_source
 from kvplane.wire.unary import encode_source as encode_source
 from kvplane.wire.worker import decode_assignment as decode_assignment
+from kvplane.wire.worker import decode_news as decode_news
 from kvplane.wire.worker import decode_renewal as decode_renewal
 from kvplane.wire.worker import decode_worker as decode_worker
 from kvplane.wire.worker import encode_assignment as encode_assignment
+from kvplane.wire.worker import encode_news as encode_news
 from kvplane.wire.worker import encode_renewal as encode_renewal
 from kvplane.wire.worker import encode_worker as encode_worker

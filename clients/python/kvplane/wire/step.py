@@ -102,6 +102,18 @@ def decode_part(message: pb.Part, digest_size: int | None, where: str) -> Part:
     return Part(**fields)
 
 
+def encode_peers(rows: Peers, where: str) -> pb.Peers:
+    """Return the message of rows that no step has; `where` names it in errors."""
+    return pb.Peers(**encode_section(rows, tables.PEERS, where))
+
+
+def decode_peers(message: pb.Peers, digest_size: int, where: str) -> Peers:
+    """Return the rows of a message outside a step, see `decode_step`."""
+    rows = Peers(**decode_section(message, tables.PEERS, where))
+    _check_content(rows, "peers", digest_size, where)
+    return rows
+
+
 def _check_content(section: Facts | News | Peers | Prefetch | Retain, name: str, digest_size: int, where: str) -> None:
     """Raise InvalidArgument unless there are as many texts, token ids and bytes of hashes as the columns say."""
     rows = section.num_hashes if isinstance(section, Retain) else section.slot

@@ -1,13 +1,14 @@
-"""Conversion of WorkerInfo and Assignment to and from protobuf."""
+"""Conversion of what workers and services say of tiers to and from protobuf."""
 
 from __future__ import annotations
 
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.worker import Assignment, PeerArena, Renewal, WorkerInfo
+from kvplane.base.worker import Assignment, PeerNews, Renewal, WorkerInfo
 from kvplane.v1 import plan_pb2 as pb
 from kvplane.wire.plan import decode_plan, encode_plan
 from kvplane.wire.same import decode_same, encode_same
 from kvplane.wire.spec import decode_tiers, encode_tiers
+from kvplane.wire.step import decode_peers, encode_peers
 
 
 def encode_worker(worker: WorkerInfo) -> pb.WorkerInfo:
@@ -54,22 +55,22 @@ def decode_assignment(message: pb.RegisterWorkerResponse) -> Assignment:
 
 def encode_renewal(renewal: Renewal) -> pb.RenewWorkerResponse:
     """Return the message that answers a renewal."""
-    peers = [
-        pb.PeerArena(
-            first_slot=one.first,
-            num_slots=one.num_slots,
-            address=one.address,
-            incarnation=one.incarnation,
-            nixl_arena=one.nixl_arena,
-        )
-        for one in renewal.peers
-    ]
-    return pb.RenewWorkerResponse(lease_ms=renewal.lease_ms, peers=peers)
+    return encode_same(renewal, pb.RenewWorkerResponse, "renewal")
 
 
 def decode_renewal(message: pb.RenewWorkerResponse) -> Renewal:
     """Return the answer to a renewal."""
-    peers = (
-        PeerArena(one.first_slot, one.num_slots, one.address, one.incarnation, one.nixl_arena) for one in message.peers
-    )
-    return Renewal(message.lease_ms, tuple(peers))
+    return decode_same(Renewal, message)
+
+
+def encode_news(news: PeerNews) -> pb.WatchPeersResponse:
+    """Return the message that says what changed of a replica."""
+    return encode_same(news, pb.WatchPeersResponse, "news", rows=encode_peers(news.rows, "rows"))
+
+
+def decode_news(message: pb.WatchPeersResponse, digest_size: int) -> PeerNews:
+    """Return what another service says of a replica. Raises InvalidArgument for what is out of range or malformed."""
+    news = decode_same(PeerNews, message, rows=decode_peers(message.rows, digest_size, "rows"))
+    for at, arena in enumerate(news.arenas):
+        arena.validate(f"arenas[{at}]")
+    return news

@@ -1,0 +1,132 @@
+"""Follows other services: what the replicas there hold in host memory, those here may load.
+
+One stream for each namespace that has a reader here, to each service of `peer_services`. While a stream is broken, the
+replicas of that service are no peers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc
+import grpc.aio
+
+from kvplane import wire
+from kvplane.base.errors import InvalidArgument, KvplaneError
+from kvplane.rpc.access import Access, Tls
+from kvplane.rpc.channel import open_aio_channel
+from kvplane.rpc.status import error_of_rpc
+from kvplane.v1 import plan_pb2 as pb
+from kvplane.v1.plan_pb2_grpc import WorkersStub
+from kvplane_service.config import Config
+from kvplane_service.registry import Registry
+from kvplane_service.replicas.peers import Namespace
+
+if TYPE_CHECKING:
+    from kvplane.v1.plan_pb2_grpc import WorkersAsyncStub
+
+LOOK_S = 0.5  # between two looks for namespaces that have got or lost their readers
+RETRY_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+def access_of(config: Config) -> Access:
+    """Return TLS and token of the calls to other services."""
+    cert, key = (config.tls_cert, config.tls_key) if config.tls_client_auth == "require" else ("", "")
+    tls = Tls(config.peer_tls_ca, cert, key) if config.peer_tls_ca else None
+    return Access(tls, Path(config.peer_token_file) if config.peer_token_file else "")
+
+
+class PeerServices:
+    """The services that are followed."""
+
+    def __init__(self, registry: Registry, config: Config) -> None:
+        """Raise InvalidArgument if a token would cross the network in plain text."""
+        self._registry, self._access = registry, access_of(config)
+        self._addresses = tuple(dict.fromkeys(one for one in config.peer_services.replace(" ", "").split(",") if one))
+        for address in self._addresses:
+            try:
+                self._access.check(address)
+            except InvalidArgument as error:
+                raise InvalidArgument(error.message, field="peer_tls_ca", remedy="set peer_tls_ca") from None
+            registry.peer_services[address] = False
+
+    def __bool__(self) -> bool:
+        return bool(self._addresses)
+
+    async def run(self) -> None:
+        """Follow all services until the task is cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for address in self._addresses:
+                group.create_task(self._follow_service(address))
+
+    async def _follow_service(self, address: str) -> None:
+        """Follow every namespace that has a reader here, each by a stream of its own."""
+        streams = dict[bytes, asyncio.Task[None]]()
+        async with _Link(self._registry, self._access, address) as link, asyncio.TaskGroup() as group:
+            while True:
+                wanted = {digest for digest, one in self._registry.namespaces.items() if one.has_readers}
+                for digest in streams.keys() - wanted:
+                    streams.pop(digest).cancel()
+                for digest in wanted - streams.keys():
+                    streams[digest] = group.create_task(link.follow(digest))
+                await asyncio.sleep(LOOK_S)
+
+
+class _Link:
+    """The channel to one service, and what was last said of it."""
+
+    def __init__(self, registry: Registry, access: Access, address: str) -> None:
+        self._registry, self._access, self._address = registry, access, address
+        self._problem = ""
+
+    async def __aenter__(self) -> _Link:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._registry.peer_services[self._address] = False
+
+    async def follow(self, digest: bytes) -> None:
+        """Follow one namespace; try again while the service does not answer, or says what cannot be."""
+        while True:
+            namespace = self._registry.namespaces.get(digest)
+            if namespace is not None and namespace.has_readers:
+                try:
+                    await self._follow(digest, namespace)
+                except grpc.aio.AioRpcError as error:
+                    self._say(error_of_rpc(error))
+                except KvplaneError as error:
+                    self._say(error)
+                finally:
+                    namespace.forget(self._address)
+            await asyncio.sleep(RETRY_S)
+
+    async def _follow(self, digest: bytes, namespace: Namespace) -> None:
+        channel = open_aio_channel(self._address, self._access)
+        try:
+            await self._take(WorkersStub(channel), digest, namespace)
+        finally:
+            await channel.close()
+
+    async def _take(self, stub: WorkersAsyncStub, digest: bytes, namespace: Namespace) -> None:
+        """Apply what the service says, until the stream ends or the namespace here is another one."""
+        async for message in stub.WatchPeers(pb.WatchPeersRequest(namespace=digest)):
+            self._say(None)
+            if self._registry.namespaces.get(digest) is not namespace:
+                return
+            if message.replica:
+                namespace.apply(self._address, wire.decode_news(message, namespace.digest_size))
+
+    def _say(self, error: KvplaneError | None) -> None:
+        """Record whether the service answers; log a problem once, not at each try."""
+        self._registry.peer_services[self._address] = error is None
+        problem = f"{error.reason}: {error}" if error is not None else ""
+        if problem and problem != self._problem:
+            _log.warning("the peers of %s are not known: %s", self._address, error)
+        elif self._problem and not problem:
+            _log.info("the peers of %s are known again", self._address)
+        self._problem = problem

@@ -1,0 +1,193 @@
+"""The replicas whose host tiers others read: those of this service, and those that other services describe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
+
+from kvplane.base.errors import InvalidArgument
+from kvplane.base.groups import NULL_BLOCK, Medium, ReplicaSpec, TierKind
+from kvplane.base.step import CacheEvent
+from kvplane.base.worker import PeerArena, PeerNews, WorkerState
+from kvplane_core.face.keys import Key
+
+if TYPE_CHECKING:
+    from kvplane_service.replicas.host_state import HostState
+    from kvplane_service.replicas.workers import WorkerRoster
+
+Held: TypeAlias = tuple[Key, int]  # what a slot of a host tier holds: key and version
+
+
+@dataclass(slots=True, eq=False)
+class Sent:
+    """What was sent to a replica.
+
+    Attributes:
+        epoch: the engine life that it was sent to.
+        by_key: slot and version by key.
+        at_slot: the same, by slot.
+        waiting: keys whose holders have changed since.
+        offered: keys in the step that is being applied, which waited before.
+        readable: replicas whose host tier its workers can read, and where the range of each begins.
+    """
+
+    epoch: int = 0
+    by_key: dict[Key, tuple[int, int]] = field(default_factory=dict)
+    at_slot: dict[int, Key] = field(default_factory=dict)
+    waiting: dict[Key, None] = field(default_factory=dict)
+    offered: list[Key] = field(default_factory=list)
+    readable: frozenset[tuple[str, int]] = frozenset()
+
+
+@dataclass(slots=True, eq=False)
+class Lender:
+    """A replica whose host tier others may read.
+
+    Attributes:
+        name: of the replica; with that of its service, if that is another one.
+        first: where its range begins; -1 = it has none.
+        memory: incarnation of its host tier on each rank, of that range.
+        held: what each slot of its host tier holds.
+    """
+
+    name: str
+    first: int = field(default=-1, init=False)
+    memory: tuple[bytes, ...] = field(default=(), init=False)
+    held: dict[int, Held] = field(default_factory=dict, init=False)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of its host tier."""
+        raise NotImplementedError
+
+    def lends(self) -> dict[int, PeerArena]:
+        """Return the host tier of each rank whose worker is there."""
+        raise NotImplementedError
+
+
+@dataclass(slots=True, eq=False)
+class Member(Lender):
+    """A replica of this service.
+
+    Attributes:
+        host, spec, num_ranks: the replica.
+        workers: returns its workers, by rank.
+        changed: slots that may hold something else by now; None = all.
+        sent: what was sent to it.
+    """
+
+    host: HostState
+    spec: ReplicaSpec
+    num_ranks: int
+    workers: WorkerRoster
+    changed: set[int] | None = None
+    sent: Sent = field(default_factory=Sent)
+
+    @property
+    def reads(self) -> bool:
+        """Whether it has a tier of peers."""
+        return any(tier.kind is TierKind.PEERS for tier in self.spec.tiers)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of its host tier."""
+        return self.spec.tiers[0].num_blocks
+
+    def lends(self) -> dict[int, PeerArena]:
+        """Return the host tier of each rank whose worker has memory."""
+        return {
+            one.rank: PeerArena(0, self.num_slots, one.address, one.host_incarnation, one.nixl_arena)
+            for one in self.workers.alive()
+            if one.state is not WorkerState.STARTING and one.host_incarnation
+        }
+
+    def of_all_ranks(self) -> tuple[PeerArena, ...]:
+        """Return the host tier of each rank; none unless all have the memory of its range."""
+        lent = self.lends()
+        arenas = tuple(lent[rank] for rank in range(self.num_ranks) if rank in lent)
+        is_whole = self.first >= 0 and tuple(one.incarnation for one in arenas) == self.memory
+        return arenas if is_whole else ()
+
+    def note(self, events: Iterable[CacheEvent]) -> None:
+        """Note what a step of it changed in its tiers."""
+        for event in events:
+            if event.tier is Medium.HOST and self.changed is not None:
+                self.changed.update(event.blocks)
+
+    def note_all(self) -> None:
+        """Note that anything may have changed."""
+        self.changed = None
+
+    @property
+    def had_reset(self) -> bool:
+        """Whether its cache was reset: the null block has the stamp of the last reset, in the core, or in the memory
+        with which the engine began, where a reset outlives the service.
+        """
+        return self.host.memory_had_reset or self.host.replica.entries([NULL_BLOCK]).unkeyed_stamp[0] != 0
+
+    @property
+    def mapped(self) -> set[bytes]:
+        """The memories that its workers of all ranks have mapped: each one that of its rank."""
+        return {incarnation for worker in self.workers.alive() for incarnation in worker.mapped}
+
+    def read(self) -> Mapping[int, Held | None] | None:
+        """Return what the slots hold that have changed; None: nothing can be read of it, or it must not be."""
+        if not self.host.is_live or self.first < 0 or self.had_reset:
+            self.changed = None
+            return None
+        slots = range(self.num_slots) if self.changed is None else sorted(self.changed)
+        found = dict[int, Held | None].fromkeys(slots)
+        first = self.spec.num_blocks
+        entries = self.host.replica.entries([first + slot for slot in slots]) if slots else None
+        self.changed = set()
+        if entries is not None:
+            size, at = entries.digest_size, 0
+            for run in entries.runs:
+                for row in range(at, at + run.count):
+                    key = run.domain, run.group, bytes(entries.digests[row * size : (row + 1) * size])
+                    found[entries.block[row] - first] = key, entries.stamp[row]
+                at += run.count
+        return found
+
+
+@dataclass(slots=True, eq=False)
+class RemoteMember(Lender):
+    """A replica that another service describes.
+
+    Attributes:
+        arenas: its host tier on each rank.
+    """
+
+    arenas: tuple[PeerArena, ...]
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of its host tier."""
+        return self.arenas[0].num_slots
+
+    @property
+    def incarnations(self) -> tuple[bytes, ...]:
+        """What names the memory of each rank."""
+        return tuple(one.incarnation for one in self.arenas)
+
+    def lends(self) -> dict[int, PeerArena]:
+        """Return the host tier of each rank."""
+        return dict(enumerate(self.arenas))
+
+
+def entries_of(news: PeerNews, num_slots: int) -> dict[int, Held | None]:
+    """Return what slots hold now, by the rows of another service. Raises InvalidArgument if there is no such slot."""
+    rows = news.rows
+    found = dict[int, Held | None].fromkeys(rows.gone)
+    size = len(rows.hashes) // max(1, len(rows.slot))
+    for at, slot in enumerate(rows.slot):
+        domain = rows.domain[at] if rows.domain else ""
+        found[slot] = (domain, rows.group[at], rows.hashes[at * size : (at + 1) * size]), rows.version[at]
+    if found and max(found) >= num_slots:
+        raise InvalidArgument(
+            f"{news.replica} has {num_slots} slots, and none of number {max(found)}",
+            field="rows.slot",
+            remedy="run the same version of kvplane on both services",
+        )
+    return found
