@@ -14,6 +14,7 @@ import time
 
 import torch
 
+from tests.peers import disaggregated
 from tests.peers.campaign import HAS_NIXL, OF_TWO, OVER_NIXL, Outcome, kinds, kinds_over_nixl, plants, run
 
 LEAST_LOADED = 0.95
@@ -36,8 +37,14 @@ def main() -> int:
         print(f"{outcomes[-1].line()} ({time.monotonic() - began:.0f} s)", flush=True)
         for problem in (*outcomes[-1].wrong[:3], *outcomes[-1].leaks[:3]):
             print(f"  {problem}")
+    for kind in disaggregated.KINDS:
+        began = time.monotonic()
+        outcomes.append(disaggregated.run(kind, options.requests, options.seed))
+        outcomes[-1].kind = f"prefill, {kind}"
+        print(f"{outcomes[-1].line()} ({time.monotonic() - began:.0f} s)", flush=True)
     missed = [name for name in plants() if not found(name, options)]
-    sound = [one for one in outcomes if one.kind in ("sound", "sound" + OVER_NIXL, "sound" + OF_TWO)]
+    named = ("sound", "sound" + OVER_NIXL, "sound" + OF_TWO)
+    sound = [one for one in outcomes if one.kind in named or one.kind.startswith("prefill, sound")]
     share = min(one.loaded / max(1, one.only_peers) for one in sound)
     print(f"{share:.1%} of the tokens that only sound peers have are loaded, at least {LEAST_LOADED:.0%} expected")
     print(f"planted faults not found: {', '.join(missed) or 'none'}")

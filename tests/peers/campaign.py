@@ -177,6 +177,7 @@ class Run:
                 if world.engine.has_work or self._rng.random() < IDLE_SHARE:  # an idle engine reports what it saved
                     for request in world.engine.step():
                         self._finish(number, request)
+            self._round()
             if self._kind in ("killed", "restarted") and self._rng.random() < STRIKES:
                 self._strike()
             if self._kind == "stopped" and self._rng.random() < STOPS:
@@ -194,6 +195,9 @@ class Run:
             LEDGER.wrong, LEDGER.accepted, LEDGER.refused, LEDGER.torn, LEDGER.of_groups
         )  # fmt: skip
         return found
+
+    def _round(self) -> None:
+        """End a round of steps of all engines."""
 
     def _report(self) -> None:
         """Let the services report to each other what is new, sometimes late, or break the connection between them."""

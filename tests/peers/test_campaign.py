@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.peers import disaggregated
 from tests.peers.campaign import HAS_NIXL, OF_TWO, OVER_NIXL, kinds, kinds_over_nixl, plants, run
 
 REQUESTS, SEED, SEEDS = 24, 1, 6
@@ -43,6 +44,16 @@ def test_no_token_differs_and_nothing_is_left(kind: str):
     elif " of " in kind:
         assert outcome.of_groups[0] > 0
         assert outcome.of_groups[1] > 0
+
+
+@pytest.mark.parametrize("kind", disaggregated.KINDS)
+def test_a_prompt_that_one_engine_computes_is_loaded_by_another_that_decodes(kind: str):
+    outcome = disaggregated.run(kind, REQUESTS, SEED)
+    assert (outcome.differing, outcome.wrong, outcome.leaks) == (0, [], [])
+    assert outcome.report.requests == REQUESTS
+    assert outcome.loads > 0
+    if kind.startswith("sound"):
+        assert outcome.loaded >= 0.95 * outcome.only_peers > 0
 
 
 @pytest.mark.parametrize("name", plants())
