@@ -199,11 +199,11 @@ class Config(BaseModel):
     """Addresses of other services, separated by commas: replicas here with a tier of kind PEERS also load what replicas
     there hold in host memory. Let each service name all others. Empty = none.
     """
-    peer_token_file: str = ""
+    peer_services_token: str = ""
     """File with the bearer token for `peer_services`, read for each call: of an owner there with the scope `worker` and
     `every_replica`. Owners need equal names in all these services. Empty = none.
     """
-    peer_tls_ca: str = ""
+    peer_services_ca: str = ""
     """PEM file of the certificate authorities that `peer_services` are verified against; empty = they have no TLS.
     Where `tls_client_auth` is require, this service presents `tls_cert` to them.
     """
@@ -362,7 +362,7 @@ def _contradictions(config: Config) -> Iterator[tuple[bool, str, str, str]]:
     what = "it is set, although metrics_listen is empty"
     is_unused = bool(config.metrics_token_file) and not config.metrics_listen
     yield is_unused, "metrics_token_file", what, "set metrics_listen, or leave metrics_token_file empty"
-    for key in ("peer_token_file", "peer_tls_ca"):
+    for key in ("peer_services_token", "peer_services_ca"):
         what = "it is set, although peer_services is empty"
         remedy = f"set peer_services, or leave {key} empty"
         yield bool(getattr(config, key)) and not config.peer_services, key, what, remedy

@@ -38,7 +38,7 @@ class Disaggregated(Run):
         if not request.error:
             compare(self.site.worlds[number], request, self.outcome.report)
         if number == PREFILL:
-            placeholder = f"{request.request_id} decodes"  # the run goes on
+            placeholder = f"{request.request_id} decodes"  # the run continues
             self._open[placeholder], self._asked[placeholder] = (request, 0, 0), -1
             self._waiting.append((request, 0))
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -25,6 +25,7 @@ from kvplane_service.process import peer_services
 from kvplane_service.process.app import App
 from kvplane_service.process.peer_services import PeerServices
 from kvplane_service.registry import Registry
+from kvplane_service.replicas.lenders import Held, Member
 from kvplane_service.replicas.peer_watch import PeerWatch
 from kvplane_service.replicas.peers import Namespace
 from tests.engine.stress import FULL
@@ -232,6 +233,24 @@ def test_many_rows_are_sent_in_messages_of_bounded_size(site: Site, monkeypatch:
     assert sum(sizes) == len(namespace._members[first.name].held)
 
 
+def test_a_host_tier_is_read_in_slices(site: Site, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvplane_service.replicas.lenders.MOST_READ", 4)
+    read, sizes = Member.read, list[int]()
+
+    def noted(member: Member) -> Mapping[int, Held | None] | None:
+        found = read(member)
+        sizes.append(len(found or ()))
+        return found
+
+    monkeypatch.setattr(Member, "read", noted)
+    first, second = site.worlds
+    serve(first)
+    while sum(len(one.held) for one in namespace_of(second)._remote.values()) < 6:
+        site.report()
+    assert max(sizes) == 4
+    assert serve(second) == 96
+
+
 # -- over gRPC ---------------------------------------------------------------------------------------------------------
 
 
@@ -297,7 +316,7 @@ async def test_services_follow_each_other_with_tls_and_tokens(tmp_path, caplog):
     config = guard.config(tls_cert=server.cert, tls_key=server.key)
     token = tmp_path / "token"
     token.write_text("token-acme")
-    files = {"peer_token_file": str(token), "peer_tls_ca": authority.cert}
+    files = {"peer_services_token": str(token), "peer_services_ca": authority.cert}
     async with two_services(config, **files) as (site, _, other):
         await until(lambda: "lacks `every_replica`" in caplog.text)
         assert not followed(other)
@@ -332,16 +351,16 @@ async def test_a_namespace_that_is_not_here_yet_is_reported_when_it_comes(caplog
 async def test_a_token_in_plain_text_and_settings_without_services_are_refused(tmp_path):
     token = str(tmp_path / "token")
     with pytest.raises(InvalidArgument, match="plain text") as refused:
-        PeerServices(Registry(Config(), lambda: 0), Config(peer_services="10.0.0.1:7070", peer_token_file=token))
-    assert refused.value.field == "peer_tls_ca"
+        PeerServices(Registry(Config(), lambda: 0), Config(peer_services="10.0.0.1:7070", peer_services_token=token))
+    assert refused.value.field == "peer_services_ca"
     with pytest.raises(InvalidArgument) as refused:
-        App(Config(peer_token_file=token))
-    assert refused.value.field == "peer_token_file"
+        App(Config(peer_services_token=token))
+    assert refused.value.field == "peer_services_token"
 
 
 async def test_a_missing_token_is_logged_and_tried_again(tmp_path, caplog):
     token = tmp_path / "token"
-    async with two_services(Config(listen="127.0.0.1:0"), peer_token_file=str(token)) as (site, _, other):
+    async with two_services(Config(listen="127.0.0.1:0"), peer_services_token=str(token)) as (site, _, other):
         await until(lambda: NotFound.reason in caplog.text or "cannot be read" in caplog.text)
         token.write_text("any")
         serve(site.worlds[0])

@@ -37,8 +37,8 @@ _log = logging.getLogger(__name__)
 def access_of(config: Config) -> Access:
     """Return TLS and token of the calls to other services."""
     cert, key = (config.tls_cert, config.tls_key) if config.tls_client_auth == "require" else ("", "")
-    tls = Tls(config.peer_tls_ca, cert, key) if config.peer_tls_ca else None
-    return Access(tls, Path(config.peer_token_file) if config.peer_token_file else "")
+    tls = Tls(config.peer_services_ca, cert, key) if config.peer_services_ca else None
+    return Access(tls, Path(config.peer_services_token) if config.peer_services_token else "")
 
 
 class PeerServices:
@@ -52,7 +52,7 @@ class PeerServices:
             try:
                 self._access.check(address)
             except InvalidArgument as error:
-                raise InvalidArgument(error.message, field="peer_tls_ca", remedy="set peer_tls_ca") from None
+                raise InvalidArgument(error.message, field="peer_services_ca", remedy="set peer_services_ca") from None
             registry.peer_services[address] = False
 
     def __bool__(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvplane.base.errors import InvalidArgument
@@ -15,6 +16,8 @@ from kvplane_core.face.keys import Key
 if TYPE_CHECKING:
     from kvplane_service.replicas.host_state import HostState
     from kvplane_service.replicas.workers import WorkerRoster
+
+MOST_READ = 4096  # slots at a time: some milliseconds
 
 Held: TypeAlias = tuple[Key, int]  # what a slot of a host tier holds: key and version
 
@@ -132,15 +135,19 @@ class Member(Lender):
         return {incarnation for worker in self.workers.alive() for incarnation in worker.mapped}
 
     def read(self) -> Mapping[int, Held | None] | None:
-        """Return what the slots hold that have changed; None: nothing can be read of it, or it must not be."""
+        """Return what slots hold that have changed, at most MOST_READ of them, since the loop waits; None: nothing can
+        be read of it, or it must not be.
+        """
         if not self.host.is_live or self.first < 0 or self.had_reset:
             self.changed = None
             return None
-        slots = range(self.num_slots) if self.changed is None else sorted(self.changed)
+        if self.changed is None:
+            self.changed = set(range(self.num_slots))
+        slots = sorted(islice(self.changed, MOST_READ))
+        self.changed.difference_update(slots)
         found = dict[int, Held | None].fromkeys(slots)
         first = self.spec.num_blocks
         entries = self.host.replica.entries([first + slot for slot in slots]) if slots else None
-        self.changed = set()
         if entries is not None:
             size, at = entries.digest_size, 0
             for run in entries.runs:
