@@ -7,13 +7,16 @@ or has forgotten a prompt by then; the request then computes, and answers the sa
 
 from __future__ import annotations
 
+import time
+
 from kvplane_worker.engine.request import Request
 from tests.engine.stress import compare
 from tests.peers.campaign import BLOCK, OF_TWO, Outcome, Run
 
 PREFILL = 0
 KINDS = ("sound", "wrong bytes", "killed", "late", "sound of windows", "sound of states", "sound" + OF_TWO)
-LEAST_ROUNDS, MOST_ROUNDS = 8, 60  # that a decode engine waits for what the prefill engine saves
+ROUNDS = 8  # in a row without a save of the prefill engine, before what it computed is asked of another
+MOST_S = 30.0  # that the saves may take
 
 
 class Disaggregated(Run):
@@ -21,7 +24,8 @@ class Disaggregated(Run):
 
     def __init__(self, kind: str, seed: int) -> None:
         super().__init__(kind, seed)
-        self._waiting: list[tuple[Request, int]] = []  # with the rounds that it has waited
+        self._waiting: list[tuple[Request, float]] = []  # with the time until which it waits
+        self._idle = 0  # rounds since the last save
 
     def _ask(self) -> None:
         self._number += 1
@@ -40,29 +44,27 @@ class Disaggregated(Run):
         if number == PREFILL:
             placeholder = f"{request.request_id} decodes"  # the run continues
             self._open[placeholder], self._asked[placeholder] = (request, 0, 0), -1
-            self._waiting.append((request, 0))
+            self._waiting.append((request, time.monotonic() + MOST_S))
+            self._idle = 0
             return
         self.outcome.report.requests += 1
         self.outcome.only_peers += expected
         self.outcome.loaded += min(expected, request.hits[-1]) if request.hits else 0
 
     def _round(self) -> None:
-        """Start what decodes when the prefill engine has saved its last whole block, or has not for long."""
-        still = list[tuple[Request, int]]()
-        for request, rounds in self._waiting:
-            if rounds < LEAST_ROUNDS or (rounds < MOST_ROUNDS and not self._is_saved()):
-                still.append((request, rounds + 1))
+        """Start what decodes when the prefill engine has saved what it computed, and services have reported it."""
+        saves = self.site.worlds[PREFILL].host.replica.tiers.open_jobs()["save"]
+        self._idle = 0 if saves else self._idle + 1
+        still = list[tuple[Request, float]]()
+        for request, until in self._waiting:
+            if self._idle < ROUNDS and time.monotonic() < until:
+                still.append((request, until))
                 continue
             del self._open[f"{request.request_id} decodes"]
             again = Request(f"{request.request_id}+", request.prompt, self._rng.choice([1, 3, 9]), keep_logits=True)
             whole = (len(request.prompt) - 1) // BLOCK * BLOCK
             self._begin(self._rng.randrange(1, len(self.site.worlds)), again, whole)
         self._waiting = still
-
-    def _is_saved(self) -> bool:
-        """Whether nothing is being saved by the prefill engine, so that all it computed has a slot, or never will."""
-        core = self.site.worlds[PREFILL].host.replica
-        return not core.tiers.open_jobs().get("save")
 
 
 def run(kind: str, num_requests: int, seed: int) -> Outcome:
