@@ -1,10 +1,10 @@
 // The block pool: reference counts, keys and stamps of all blocks.
 #pragma once
 
+#include "cache_events.h"
 #include "freelist.h"
 #include "keys.h"
 #include "policies.h"
-#include "pool_events.h"
 #include "retained.h"
 #include "split.h"
 
