@@ -6,8 +6,7 @@ are bounded: registered replicas, kinds of groups, states and reasons; never a r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from itertools import accumulate
 
@@ -25,243 +24,191 @@ from kvplane_service.registry import Entry, Registry
 from kvplane_service.replicas.host import ReplicaHost, ReplicaState
 from kvplane_service.runtime.reports import StoreReport, StoreState
 from kvplane_service.telemetry import tiers
+from kvplane_service.telemetry.families import Family, Labelled, counter, counters, gauge, gauges
 from kvplane_service.telemetry.holds import BOUNDS_S, Holds
 
 _NS = 1e-9
 _MAX_STEPS_EXPONENT = 20  # histograms in steps have buckets up to 2^20 steps; longer spans count in the last bucket
 
-Values = Iterable[tuple[tuple[str, ...], float]]  # label values after the replica's name, value
+
+def _blocks(host: ReplicaHost) -> Labelled:
+    return host.replica.block_counts._asdict().items()
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """A metric family (counter or gauge) with values for each replica."""
-
-    kind: type[CounterMetricFamily] | type[GaugeMetricFamily]
-    name: str
-    help: str
-    labels: tuple[str, ...]
-    read: Callable[[ReplicaHost], Values]
-
-    def collect(self, hosts: Sequence[ReplicaHost]) -> Metric:
-        """Return the metric family with the current values of these replicas."""
-        family = self.kind(self.name, self.help, labels=("replica", *self.labels))
-        for host in hosts:
-            for labels, value in self.read(host):
-                family.add_metric((host.name, *labels), value)
-        return family
-
-
-def _counter(name: str, help: str, read: Callable[[ReplicaHost], float]) -> Family:  # noqa: A002 - Prometheus' word
-    return Family(CounterMetricFamily, name, help, (), lambda host: [((), read(host))])
-
-
-def _gauge(name: str, help: str, read: Callable[[ReplicaHost], float]) -> Family:  # noqa: A002
-    return Family(GaugeMetricFamily, name, help, (), lambda host: [((), read(host))])
-
-
-def _blocks(host: ReplicaHost) -> Values:
-    return [((state,), count) for state, count in host.replica.block_counts._asdict().items()]
-
-
-def _by_kind(host: ReplicaHost, value: Callable[[GroupSpec, GroupTotals], float]) -> Values:
+def _by_kind(host: ReplicaHost, value: Callable[[GroupSpec, GroupTotals], float]) -> Labelled:
     """Return, for each kind of group, the sum of a value over the groups of that kind."""
     sums: dict[str, float] = {}
     for group, totals in zip(host.replica.spec.groups, host.replica.group_totals(), strict=True):
         kind = group.kind.value
         sums[kind] = sums.get(kind, 0) + value(group, totals)
-    return [((kind,), value) for kind, value in sums.items()]
+    return sums.items()
 
 
-def _queried(host: ReplicaHost) -> Values:
+def _queried(host: ReplicaHost) -> Labelled:
     queried = host.replica.counters.queried_tokens
     return _by_kind(host, lambda group, _: queried if group.is_cached else 0)
 
 
-def _hit(host: ReplicaHost) -> Values:
-    return _by_kind(host, lambda group, totals: totals.adopted * group.block_size)
-
-
-def _keys(host: ReplicaHost) -> Values:
-    return _by_kind(host, lambda _, totals: totals.keys)
-
-
-def _core(host: ReplicaHost) -> Values:
-    return [((loader.core_of(host.replica),), 1)]
+def _of_core(name: str, help: str, count: str) -> Family:  # noqa: A002 - Prometheus' word
+    return counter(name, help, lambda host: getattr(host.replica.counters, count))
 
 
 _FAMILIES = (
-    Family(
-        GaugeMetricFamily,
+    gauges(
         "kvplane_blocks",
         "Blocks by state: held by requests; busy (under loads of earlier epochs); cached and free; empty, free "
         "without a key; slack, with split pages: free without a key under superblocks in use, where no state fits.",
-        ("state",),
+        "state",
         _blocks,
     ),
-    Family(GaugeMetricFamily, "kvplane_keys", "Distinct keys of the prefix cache.", ("group_kind",), _keys),
-    Family(
-        GaugeMetricFamily,
+    gauges(
+        "kvplane_keys",
+        "Distinct keys of the prefix cache.",
+        "group_kind",
+        lambda host: _by_kind(host, lambda _, totals: totals.keys),
+    ),
+    gauges(
         "kvplane_core_info",
         "Always 1; the label is what applies the steps: python or native (compiled).",
-        ("core",),
-        _core,
+        "core",
+        lambda host: [(loader.core_of(host.replica), 1)],
     ),
-    _gauge("kvplane_running_requests", "Requests that hold blocks.", lambda host: host.replica.num_running),
-    _counter("kvplane_steps", "Steps applied.", lambda host: host.replica.counters.steps),
-    _counter(
-        "kvplane_admitted_requests",
-        "Admissions granted, including those after a preemption.",
-        lambda host: host.replica.counters.admitted,
-    ),
-    _counter("kvplane_ended_requests", "Requests ended.", lambda host: host.replica.counters.ended),
-    _counter("kvplane_granted_tokens", "Tokens granted.", lambda host: host.replica.counters.granted_tokens),
-    _counter(
-        "kvplane_prefix_queried_tokens",
-        "Tokens looked up by granted admissions.",
-        lambda host: host.replica.counters.queried_tokens,
-    ),
-    _counter(
+    gauge("kvplane_running_requests", "Requests that hold blocks.", lambda host: host.replica.num_running),
+    _of_core("kvplane_steps", "Steps applied.", "steps"),
+    _of_core("kvplane_admitted_requests", "Admissions granted, including those after a preemption.", "admitted"),
+    _of_core("kvplane_ended_requests", "Requests ended.", "ended"),
+    _of_core("kvplane_granted_tokens", "Tokens granted.", "granted_tokens"),
+    _of_core("kvplane_prefix_queried_tokens", "Tokens looked up by granted admissions.", "queried_tokens"),
+    _of_core(
         "kvplane_unaligned_chunks",
         "Chunks that ended inside a state block, because no row of their step could hold a whole one.",
-        lambda host: host.replica.counters.unaligned_chunks,
+        "unaligned_chunks",
     ),
-    _counter(
+    _of_core(
         "kvplane_starved_chunks",
         "Rows that got no tokens after 64 such rows of the same request: earlier rows left less than one state block "
         "of each step's budget. The request waits while they continue; kvplane doctor has the remedy.",
-        lambda host: host.replica.counters.starved_chunks,
+        "starved_chunks",
     ),
-    _counter(
-        "kvplane_prefix_hit_tokens",
-        "Tokens looked up by granted admissions that were hits.",
-        lambda host: host.replica.counters.hit_tokens,
-    ),
-    Family(
-        CounterMetricFamily,
+    _of_core("kvplane_prefix_hit_tokens", "Tokens looked up by granted admissions that were hits.", "hit_tokens"),
+    counters(
         "kvplane_group_queried_tokens",
         "Tokens looked up, counted once per group of the kind.",
-        ("group_kind",),
+        "group_kind",
         _queried,
     ),
-    Family(
-        CounterMetricFamily,
+    counters(
         "kvplane_group_hit_tokens",
         "Tokens of the blocks that hits adopted; windows and states adopt few.",
-        ("group_kind",),
-        _hit,
+        "group_kind",
+        lambda host: _by_kind(host, lambda group, totals: totals.adopted * group.block_size),
     ),
-    Family(
-        CounterMetricFamily,
+    counters(
         "kvplane_allocated_blocks",
         "Blocks allocated.",
-        ("group_kind",),
+        "group_kind",
         lambda host: _by_kind(host, lambda _, totals: totals.allocated),
     ),
-    Family(
-        CounterMetricFamily,
+    counters(
         "kvplane_removed_keys",
         "Keys removed from their block: " + ", ".join(REMOVALS.values()) + ".",
-        ("reason",),
-        lambda host: [((name,), host.tally.removals[reason]) for reason, name in REMOVALS.items()],
+        "reason",
+        lambda host: ((name, host.tally.removals[reason]) for reason, name in REMOVALS.items()),
     ),
-    Family(
-        CounterMetricFamily,
+    counters(
         "kvplane_preemptions",
         "Requests that lost their blocks before their end: out_of_blocks; taken_back (a failed step, or adopted keys "
         "that were withdrawn); went_back (rejected drafts or a failed load moved the request back behind states or "
         "windows that it held); engine (requested by the engine).",
-        ("reason",),
-        lambda host: [((reason.value,), count) for reason, count in host.tally.preemptions.items()],
+        "reason",
+        lambda host: ((reason.value, count) for reason, count in host.tally.preemptions.items()),
     ),
-    Family(
-        CounterMetricFamily,
+    counters(
         "kvplane_refusals",
         "Admissions not granted: " + ", ".join(REFUSALS.values()) + ".",
-        ("reason",),
-        lambda host: [((name,), host.tally.refusals[status]) for status, name in REFUSALS.items()],
+        "reason",
+        lambda host: ((name, host.tally.refusals[status]) for status, name in REFUSALS.items()),
     ),
-    Family(
-        GaugeMetricFamily,
+    gauge(
         "kvplane_waiting_requests",
         "Requests that wait for admission, as the engine reports it; absent if it does not.",
-        (),
-        lambda host: [] if host.waiting_requests is None else [((), host.waiting_requests)],
+        lambda host: host.waiting_requests,
     ),
-    _gauge("kvplane_retained_prefixes", "Prefixes that are retained.", lambda host: host.replica.retained_counts[0]),
-    _gauge(
+    gauge("kvplane_retained_prefixes", "Prefixes that are retained.", lambda host: host.replica.retained_counts[0]),
+    gauge(
         "kvplane_retained_blocks",
         "Keys of blocks that retained prefixes name.",
         lambda host: host.replica.retained_counts[1],
     ),
-    Family(
-        CounterMetricFamily,
+    counters(
         "kvplane_retentions",
         "Prefixes that were to be retained or released: retained (or renewed), released, over_budget, "
         "over_host_budget, over_disk_budget, too_many, other_owner.",
-        ("outcome",),
-        lambda host: [((outcome.name.lower(),), count) for outcome, count in host.tally.retentions.items()],
+        "outcome",
+        lambda host: ((outcome.name.lower(), count) for outcome, count in host.tally.retentions.items()),
     ),
-    Family(
-        CounterMetricFamily,
+    counters(
         "kvplane_idle_checks",
         "Checks of the replica's state while it was idle: passed, dropped (the replica changed meanwhile), broken "
         "(an invariant is violated).",
-        ("outcome",),
-        lambda host: [((outcome.value,), count) for outcome, count in host.idle_check.counts.items()],
+        "outcome",
+        lambda host: ((outcome.value, count) for outcome, count in host.idle_check.counts.items()),
     ),
-    _counter(
+    counter(
         "kvplane_canary_checks",
         "Hits that a canary of the engine has computed again and compared with their pages.",
         lambda host: host.tally.hits_checked,
     ),
-    _counter(
+    counter(
         "kvplane_canary_mismatches",
         "Blocks of these hits that had other content than their keys name; their keys were removed everywhere.",
         lambda host: host.tally.mismatches,
     ),
-    _counter("kvplane_lives", "Epochs started by sessions.", lambda host: host.tally.lives),
-    _counter("kvplane_lapses", "Expired leases of sessions.", lambda host: host.events.num_withdrawals),
-    _gauge(
+    counter("kvplane_lives", "Epochs started by sessions.", lambda host: host.tally.lives),
+    counter("kvplane_lapses", "Expired leases of sessions.", lambda host: host.events.num_withdrawals),
+    gauge(
         "kvplane_mirror_lag_steps",
         "Steps that a mirrored engine has applied and the service has not, as of the last message.",
         lambda host: host.mirror.lag_steps,
     ),
-    _gauge(
+    gauge(
         "kvplane_mirror_lag_seconds",
         "Age of the last message of a mirrored engine when it was sent.",
         lambda host: host.mirror.lag_ms / 1000,
     ),
-    _counter(
+    counter(
         "kvplane_mirror_divergences",
         "Steps whose result differed from that of the mirrored engine.",
         lambda host: host.mirror.divergences,
     ),
-    _counter("kvplane_mirror_images", "Images of mirrored engines that were loaded.", lambda host: host.mirror.images),
-    Family(
-        GaugeMetricFamily,
+    counter("kvplane_mirror_images", "Images of mirrored engines that were loaded.", lambda host: host.mirror.images),
+    gauge(
         "kvplane_lease_left_seconds",
         "Time until the lease of the session expires; absent without a session.",
-        (),
-        lambda host: [] if host.lease_left_ns is None else [((), host.lease_left_ns * _NS)],
+        lambda host: None if host.lease_left_ns is None else host.lease_left_ns * _NS,
     ),
-    _counter("kvplane_event_batches", "Batches of cache events published.", lambda host: host.events.last_seq),
-    _gauge("kvplane_event_subscribers", "Subscribers of the events.", lambda host: host.events.num_subscribers),
-    _gauge("kvplane_decisions", "Decisions in the log.", lambda host: len(host.decisions)),
-    _counter("kvplane_lost_decisions", "Decisions that the log has dropped.", lambda host: host.decisions.num_lost),
-    Family(
-        GaugeMetricFamily,
+    counter("kvplane_event_batches", "Batches of cache events published.", lambda host: host.events.last_seq),
+    gauge("kvplane_event_subscribers", "Subscribers of the events.", lambda host: host.events.num_subscribers),
+    gauge("kvplane_decisions", "Decisions in the log.", lambda host: len(host.decisions)),
+    counter("kvplane_lost_decisions", "Decisions that the log has dropped.", lambda host: host.decisions.num_lost),
+    gauges(
         "kvplane_log_bytes",
         "Bytes of a log of the replica: decisions or events.",
-        ("log",),
-        lambda host: [(("decisions",), host.decisions.num_bytes), (("events",), host.events.num_bytes)],
+        "log",
+        lambda host: [("decisions", host.decisions.num_bytes), ("events", host.events.num_bytes)],
     ),
-    Family(
-        CounterMetricFamily,
+    counters(
         "kvplane_lost_log_bytes",
         "Bytes of entries that a log has dropped.",
-        ("log",),
-        lambda host: [(("decisions",), host.decisions.lost_bytes), (("events",), host.events.lost_bytes)],
+        "log",
+        lambda host: [("decisions", host.decisions.lost_bytes), ("events", host.events.lost_bytes)],
+    ),
+    Family(
+        GaugeMetricFamily,
+        "kvplane_replica_info",
+        "Always 1; the label is the owner that registered the replica, empty without auth_owners.",
+        ("owner",),
+        lambda entry: [((entry.registration.registered_by,), 1)],
     ),
 )
 
@@ -316,19 +263,12 @@ class ServiceCollector(Collector):
         yield _build_info()
         yield _states([entry.host for entry in self._registry])
         yield _held(self._holds)
-        budget = GaugeMetricFamily(
-            "kvplane_log_budget_bytes", "Byte limit of the logs of all replicas together (log_bytes).", labels=()
-        )
-        budget.add_metric((), self._registry.logs.max_bytes)
-        yield budget
-        room = GaugeMetricFamily("kvplane_max_replicas", "Largest number of replicas (max_replicas).", labels=())
-        room.add_metric((), self._registry.max_replicas)
-        yield room
-        expired = CounterMetricFamily(
-            "kvplane_expired_replicas", "Replicas that nothing had used for replica_ttl_ms.", labels=()
-        )
-        expired.add_metric((), self._registry.num_expired)
-        yield expired
+        known, budget = self._registry, "Byte limit of the logs of all replicas together (log_bytes)."
+        yield GaugeMetricFamily("kvplane_log_budget_bytes", budget, known.logs.max_bytes)
+        room = "Largest number of replicas (max_replicas)."
+        yield GaugeMetricFamily("kvplane_max_replicas", room, known.max_replicas)
+        expired = "Replicas that nothing had used for replica_ttl_ms."
+        yield CounterMetricFamily("kvplane_expired_replicas", expired, known.num_expired)
         services = GaugeMetricFamily(
             "kvplane_peer_service_followed",
             "1 while a service of peer_services says what its replicas hold, for replicas here that could load it.",
@@ -342,8 +282,7 @@ class ServiceCollector(Collector):
         """Yield the metric families that have a value per replica, with the values of these registered replicas."""
         hosts = [entry.host for entry in entries]
         for family in _FAMILIES:
-            yield family.collect(hosts)
-        yield _owners(entries)
+            yield family.collect(entries)
         yield _step_seconds(hosts)
         for name, attribute, text in _HISTOGRAMS_IN_STEPS:
             histogram = HistogramMetricFamily(f"kvplane_{name}_steps", text, labels=("replica",))
@@ -358,17 +297,6 @@ class ServiceCollector(Collector):
 def _build_info() -> Metric:
     family = GaugeMetricFamily("kvplane_build_info", "Always 1; the version is a label.", labels=("version",))
     family.add_metric((version("kvplane"),), 1)
-    return family
-
-
-def _owners(entries: Sequence[Entry]) -> Metric:
-    family = GaugeMetricFamily(
-        "kvplane_replica_info",
-        "Always 1; the label is the owner that registered the replica, empty without auth_owners.",
-        labels=("replica", "owner"),
-    )
-    for entry in entries:
-        family.add_metric((entry.host.name, entry.registration.registered_by), 1)
     return family
 
 
