@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import overload
 
 from kvplane.base.groups import Medium
+from kvplane.base.list_like import ListLike
 from kvplane.base.step import CacheEvent, EventKind, RemoveReason
 from kvplane_core.face.keys import Key
 
 
-class CacheEvents(Sequence[CacheEvent]):
+class CacheEvents(ListLike[CacheEvent]):
     """A sequence of events in the order in which they happened; iteration yields REMOVED events with one hash each.
 
     Attributes:
@@ -78,21 +78,6 @@ class CacheEvents(Sequence[CacheEvent]):
 
     def __len__(self) -> int:
         return sum(len(run.hashes) if run.kind is EventKind.REMOVED else 1 for run in self.runs)
-
-    @overload
-    def __getitem__(self, at: int) -> CacheEvent: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[CacheEvent]: ...
-    def __getitem__(self, at: int | slice) -> CacheEvent | list[CacheEvent]:
-        return list(self)[at]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return repr(list(self))
 
 
 def runs_of(events: Sequence[CacheEvent]) -> Sequence[CacheEvent]:

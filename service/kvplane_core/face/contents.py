@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.hashing import HashScheme, HashTail, PackedHashes, RequestHasher, pack_tokens
+from kvplane.base.list_like import ListLike
 from kvplane.base.step import NO_EXTRA_KEYS, ExtraKeys, News
 
 UNPROVEN = HashTail(0, b"")
@@ -75,7 +76,7 @@ def _hash_tokens(scheme: HashScheme, tokens: Sequence[int], extra: ExtraKeys) ->
     return HashedNews(PackedHashes(hasher.append(pack_tokens(tokens)), size), hasher)
 
 
-class HashedRows(Sequence[bytes]):
+class HashedRows(ListLike[bytes]):
     """The hashes that were made of the tokens of each row that has tokens: its digests, concatenated.
 
     Attributes:
@@ -92,23 +93,8 @@ class HashedRows(Sequence[bytes]):
     def __len__(self) -> int:
         return len(self.counts)
 
-    @overload
-    def __getitem__(self, at: int) -> bytes: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[bytes]: ...
-    def __getitem__(self, at: int | slice) -> bytes | list[bytes]:
-        return list(self)[at]
-
     def __iter__(self) -> Iterator[bytes]:
         at = 0
         for count in self.counts:
             yield self.joined[at : at + count * self.size]
             at += count * self.size
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return repr(list(self))

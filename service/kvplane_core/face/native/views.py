@@ -8,6 +8,7 @@ from typing import Any, Generic, Protocol, TypeVar, overload
 
 from kvplane.base.groups import Medium
 from kvplane.base.hashing import PackedHashes
+from kvplane.base.list_like import ListLike
 from kvplane.base.packed_ints import PackedInts
 from kvplane.base.sections import Declined, Prefetched, Retained
 from kvplane.base.step import (
@@ -131,13 +132,12 @@ class NativeEvents(CacheEvents):
         return _native.pack_events(head, [(events._packed, share, medium) for events, share, medium in shares])
 
 
-class NativeTierEvents(Sequence[CacheEvent]):
+class NativeTierEvents(ListLike[CacheEvent]):
     """The events of tiers in a part, which become Python objects when they are read. There is at least one; never
     modified.
     """
 
     __slots__ = ("_made", "_runs")
-    __hash__ = None  # type: ignore[assignment]
     _runs: list[tuple[int, object]]
 
     def shares(self) -> list[tuple[NativeEvents, int, int]]:
@@ -156,21 +156,8 @@ class NativeTierEvents(Sequence[CacheEvent]):
     def __len__(self) -> int:
         return len(self._made)
 
-    @overload
-    def __getitem__(self, at: int) -> CacheEvent: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[CacheEvent]: ...
-    def __getitem__(self, at: int | slice) -> CacheEvent | list[CacheEvent]:
-        return self._made[at]
-
     def __iter__(self) -> Iterator[CacheEvent]:
         return iter(self._made)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and self._made == list(other)
-
-    def __repr__(self) -> str:
-        return repr(self._made)
 
 
 def tier_events_of(runs: list[tuple[int, object]]) -> list[CacheEvent]:

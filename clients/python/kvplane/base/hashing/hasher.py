@@ -8,7 +8,7 @@ Each hash identifies the whole prefix that ends with its block. A group with blo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import overload
 
@@ -18,6 +18,7 @@ from kvplane.base.hashing.algorithms import BlockDigest, block_digest, hasher_of
 from kvplane.base.hashing.cbor import CborValue
 from kvplane.base.hashing.extra_keys import RequestKeys, untagged
 from kvplane.base.hashing.tokens import TOKEN_BYTES, check_packed, unpack_tokens
+from kvplane.base.list_like import ListLike
 from kvplane.base.step import NO_EXTRA_KEYS, ExtraKeys
 
 
@@ -98,7 +99,7 @@ def split_hashes(hashes: bytes, digest_size: int) -> list[bytes]:
     return [hashes[at : at + digest_size] for at in range(0, len(hashes), digest_size)]
 
 
-class PackedHashes(Sequence[bytes]):
+class PackedHashes(ListLike[bytes]):
     """Digests of one size that stay concatenated; each becomes an object only when it is read.
 
     To split those of a prompt of a million tokens takes 10 ms, and other threads wait for the interpreter's lock.
@@ -139,11 +140,6 @@ class PackedHashes(Sequence[bytes]):
         if isinstance(other, PackedHashes):
             return self.joined == other.joined and (self.size == other.size or not self.joined)
         return isinstance(other, (list, tuple)) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return repr(list(self))
 
 
 @dataclass(frozen=True, slots=True)
