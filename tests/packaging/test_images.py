@@ -30,7 +30,7 @@ MOVES = """
 import importlib.util, pathlib, sys
 from kvplane.v1 import worker_pb2 as pb
 from kvplane_worker.lending.rundir import read_token
-from kvplane_worker.rpc.client import WorkerClient
+from kvplane_worker.attach import WorkerClient
 
 assert importlib.util.find_spec("numpy") is None
 place = pathlib.Path(sys.argv[1])

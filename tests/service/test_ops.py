@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvplane.base.errors import OpIdReused
-from kvplane_service.unary.idempotency import OpWindow
+from kvplane_service.unary.asking import OpWindow
 
 
 def kept(window, *names):

@@ -17,11 +17,10 @@ from kvplane.base.errors import (
     WrongPlan,
 )
 from kvplane.v1 import worker_pb2 as pb
-from kvplane_worker.attach import attach, describe, read_stamps
+from kvplane_worker.attach import WorkerClient, attach, describe, read_stamps
 from kvplane_worker.lending.holdings import Holdings
 from kvplane_worker.lending.rundir import RunDir, read_token, run_dir_of
 from kvplane_worker.lending.writer import ProcessName, Writer
-from kvplane_worker.rpc.client import WorkerClient
 from tests.worker.rig import BLOCKS, Child, World, open_files, refusal
 
 NOBODY = 65534

@@ -18,10 +18,9 @@ from google.protobuf.message import Message
 from kvplane.base.errors import FailedPrecondition, KvplaneError, OtherWriter, PermissionDenied, StaleEpoch, Unavailable
 from kvplane.rpc.peers import Peer, check_listener
 from kvplane.v1 import worker_pb2 as pb
-from kvplane_worker.attach import attach, describe, read_stamps
+from kvplane_worker.attach import WorkerClient, attach, describe, read_stamps
 from kvplane_worker.lending.rundir import GRPC_SOCKET, SOCKET, read_token, run_dir_of
 from kvplane_worker.rpc import callers
-from kvplane_worker.rpc.client import WorkerClient
 from tests.service.rig import until
 from tests.worker.rig import World, refusal, world
 

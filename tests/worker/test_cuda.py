@@ -16,11 +16,11 @@ from kvplane.rank import Rank, RankGroup
 from kvplane.v1 import worker_pb2 as pb
 from kvplane_kernels.interface import GroupPages
 from kvplane_kernels.torch_ops import TorchOps
+from kvplane_worker.attach import WorkerClient
 from kvplane_worker.lending.rundir import read_token, run_dir_of
 from kvplane_worker.memory import MemoryHandle, MemoryKind
 from kvplane_worker.pages import PageMover
 from kvplane_worker.rpc import wire
-from kvplane_worker.rpc.client import WorkerClient
 from tests.worker.rig import KILLS_ON_GPU, World
 from tests.worker.test_ranks import PROMPT
 

@@ -15,9 +15,8 @@ from kvplane.rank import RankGroup
 from kvplane.session.rows import FactRow, RunRow, part_of
 from kvplane.v1 import allocation_pb2
 from kvplane.v1 import worker_pb2 as pb
-from kvplane_worker.attach import pages_under_transfer, read_stamps
+from kvplane_worker.attach import WorkerClient, pages_under_transfer, read_stamps
 from kvplane_worker.lending.rundir import read_token, run_dir_of
-from kvplane_worker.rpc.client import WorkerClient
 from kvplane_worker.rpc.servicer import MAX_THREADS, THREADS_FOR_CLAIMS
 from tests.service.rig import column, until
 from tests.worker.rig import BLOCKS, Child, World, refusal

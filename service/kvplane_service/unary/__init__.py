@@ -7,5 +7,5 @@ service      applies a call once, through the replica's host; `UnaryCalls.do` is
 fields       names of columns to names of the call's fields, for refusals
 requests     request names to slots (numbers of requests in steps)
 hashing      token ids to block hashes, on a thread when long
-idempotency  stored answers by op_id: a repeated call changes nothing
+asking       calls that an engine carries out; stored answers by op_id: a repeated call changes nothing
 """

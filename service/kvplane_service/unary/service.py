@@ -30,7 +30,7 @@ from kvplane_service.replicas.host import ReplicaHost
 from kvplane_service.replicas.step_order import Turn, UnaryStep
 from kvplane_service.runtime.executors import Offload
 from kvplane_service.runtime.rota import Busy
-from kvplane_service.unary.asking import EngineCalls
+from kvplane_service.unary.asking import EngineCalls, OpWindow
 from kvplane_service.unary.calls import (
     AllocateCall,
     Allocated,
@@ -51,7 +51,6 @@ from kvplane_service.unary.calls import (
 )
 from kvplane_service.unary.fields import unary_fields
 from kvplane_service.unary.hashing import ContentHasher
-from kvplane_service.unary.idempotency import OpWindow
 from kvplane_service.unary.requests import KnownRequest, RequestBook
 
 MAX_REQUEST_ID_CHARS = 128
