@@ -79,7 +79,6 @@ class KvplaneLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         """Return every number of pages that can be restored, of all pools at once."""
-        del rid
         by_pool = {one.name.value: one for one in transfers}
         if KV not in by_pool or not by_pool.keys() <= self._rows.keys():
             return []
@@ -126,7 +125,6 @@ class KvplaneLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
         """Save pages, which SGLang locks until it takes the end of the save; False: they are not saved."""
-        del session_id
         parts = self._parts(transfers)
         if not parts:
             return False

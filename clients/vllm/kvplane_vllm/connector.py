@@ -175,7 +175,6 @@ class KvplaneConnector(KVConnectorBase_V1, SupportsHMA):
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """See the base class. Blocks may be freed: saves end before they are overwritten."""
-        del block_ids
         if self.planner is not None:
             self.planner.finish(request)
         return False, None
@@ -184,7 +183,6 @@ class KvplaneConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """As `request_finished`."""
-        del block_ids
         if self.planner is not None:
             self.planner.finish(request)
         return False, None
@@ -235,7 +233,6 @@ class KvplaneConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """See the base class. What fails is the load of a whole request: groups share the numbers of blocks."""
-        del finished_req_ids
         loaded, failed = self.rank.take_loads() if self.rank is not None else (set[str](), set[str]())
         return KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
 

@@ -129,7 +129,6 @@ class InProcessManager(KVCacheManager):
 
     def step_closed(self, step: NativeOpenStep, result: StepResult) -> None:
         """Called with each step that ended, and its result."""
-        del step, result
 
     def send_steps(self, waiting: int | None = None) -> None:
         """Called at the end of schedule(), with the number of requests that wait for admission."""
@@ -412,7 +411,6 @@ class InProcessManager(KVCacheManager):
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
         """See vLLM's KVCacheManager."""
-        del num_prompt_tokens
         known = self.known.get(request_id)
         if known is not None:
             self._has_run(known.slot)
@@ -495,5 +493,4 @@ class InProcessManager(KVCacheManager):
 
     def finalize_partial_tail_offloads(self, request: Request) -> list[tuple[int, int, int]]:
         """Return nothing, see `take_boundary_state_offloads`."""
-        del request
         return []

@@ -205,7 +205,6 @@ class Scheduler(OnKvplane, module.Scheduler):
 
     def __new__(cls, vllm_config: VllmConfig, *args: Any, **options: Any) -> Scheduler:
         """Return an object of the class that the configuration selects, which `__init__` then builds."""
-        del args, options
         is_async = cls is Scheduler and vllm_config.scheduler_config.async_scheduling
         return object.__new__(AsyncScheduler if is_async else cls)
 

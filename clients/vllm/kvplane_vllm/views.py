@@ -236,7 +236,6 @@ class Coordinator:
         prefill_end: int | None = None,
     ) -> int:
         """Return by how many blocks an allocation with these arguments would reduce the number of free blocks."""
-        del prefill_end
         known = self._manager.known.get(request_id)
         need = Need(
             self._manager.spare_slot if known is None else known.slot,

@@ -93,7 +93,6 @@ class SharedMemory:
 
     def close(self, lent: bool = False) -> None:
         """Remove the file, if this process created it. The memory is freed when no process maps it any more."""
-        del lent
         if self._owned:
             Path(self.handle.path).unlink(missing_ok=True)
 

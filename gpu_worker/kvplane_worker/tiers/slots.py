@@ -158,7 +158,6 @@ class HostSlots(Slots):
 
     def close(self, kept: Kept | None = None, erase: bool = False) -> None:
         """See `Slots.close`."""
-        del kept, erase
         del self._rows  # the memory is unmapped with the last view of it
         self.arena.close()
 

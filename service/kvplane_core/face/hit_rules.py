@@ -87,25 +87,21 @@ class GroupRule:
         """Return the hash blocks whose keys the group has once a prompt of this length was computed; `hits`: where
         later hits can end, in tokens. All full blocks by default.
         """
-        del hits
         return self._units(0, num_tokens // self.block_size)
 
     def needed_ends(self, found: int, wanted: int) -> Iterable[int]:
         """Return the ends, in tokens, of prefixes whose keys a hit of `wanted` tokens needs, not one of `found`."""
-        del found
         size = self.block_size
         return (min((index + 1) * size, wanted) for index in range(self.first(wanted) // size, -(-wanted // size)))
 
     def first(self, wanted: int) -> int:
         """Return the first token whose KV the token behind a hit of `wanted` tokens needs."""
-        del wanted
         return 0
 
     def count_kept(self, start: int, end: int, hit: int) -> int:
         """Return how many of the group's blocks [start, end), computed in one step, get a key where later hits can end
         at `hit` tokens.
         """
-        del hit
         return end - start
 
     def _units(self, first: int, end: int) -> range:
@@ -212,7 +208,6 @@ class _ChunkedRule(GroupRule):
     form = CHUNKED
 
     def length(self, column: Column, limit: int, drops: bool) -> int:
-        del drops
         chunk, size, blocks = self.spec.chunk, self.block_size, self._blocks(column, limit)
         while True:
             first = len(blocks) * size // chunk * chunk // size
@@ -239,7 +234,6 @@ class _StateRule(GroupRule):
         return [end // self._hash_size - 1 for hit in hits if (end := hit // self._unit * self._unit // size * size)]
 
     def length(self, column: Column, limit: int, drops: bool) -> int:
-        del drops
         stride = self._stride()
         step = stride // self._hash_size
         ends = np.flatnonzero(column[step - 1 :: step][: max(limit, 0) // stride])
@@ -264,7 +258,6 @@ class _NoRule(GroupRule):
     """A group that is never cached; no look-up asks it."""
 
     def kept(self, num_tokens: int, hits: Sequence[int]) -> Iterable[int]:
-        del num_tokens, hits
         return ()
 
 

@@ -60,17 +60,14 @@ class FreeList:
         """Record that a request is the last user of blocks, which are at these places of its table; LRU records
         nothing.
         """
-        del slot, indices, blocks, block_size
 
     def forget(self, block: int) -> None:
         """Forget what the policy recorded of a block that loses its keys; LRU records nothing."""
-        del block
 
     def rebuild(self, order: Iterable[int], num_first: int | None = None) -> None:
         """Replace the content of the list by `order`, of which the policy lets the first `num_first` go first (default:
         all).
         """
-        del num_first
         self._blocks = OrderedDict.fromkeys(order)
 
     def put_unkeyed_first(self, key_tokens: Sequence[int]) -> None:

@@ -80,7 +80,6 @@ class BlockPool:
 
         `after`: the last block of the same table, for a `SplitPool`.
         """
-        del after
         assert count <= self.num_free, f"{count} blocks are taken, {self.num_free} are free"
         return self._hand_out(self.retained.next_victims(count))
 
@@ -93,7 +92,6 @@ class BlockPool:
 
         `hit`: per group, the blocks of a hit that it adopts; a number counts those of them that are free.
         """
-        del hit
         return self.in_blocks(counts)
 
     def in_blocks(self, counts: Sequence[int]) -> int:

@@ -63,7 +63,6 @@ class AdminServicer:
 
     async def Status(self, request: pb.StatusRequest, _: bytes) -> Message:  # noqa: N802
         """Return version, uptime and number of replicas by state."""
-        del request
         (core, why), about, states = loader.chosen(), self._about, [entry.host.state for entry in self._registry]
         return pb.StatusResponse(
             version=about.version,
@@ -81,7 +80,6 @@ class AdminServicer:
 
     async def Drain(self, request: pb.DrainRequest, _: bytes) -> Message:  # noqa: N802
         """Ask the process to drain; the call returns at once."""
-        del request
         self._about.drain_asked.set()
         return pb.DrainResponse()
 

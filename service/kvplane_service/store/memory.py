@@ -61,7 +61,6 @@ class MemoryStore:
 
     def keep_alive(self, log: LogName) -> None:
         """Do nothing: data in memory do not expire (see IndexStore.keep_alive)."""
-        del log
 
     def announce(self, service: str, lease_ms: int, lease: bytes = ALIVE) -> None:
         """Record that a service is alive (see SharedStore.announce)."""

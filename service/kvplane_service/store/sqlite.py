@@ -233,7 +233,6 @@ class SqliteStore:
 
     def keep_alive(self, log: LogName) -> None:
         """Do nothing: data in a file do not expire (see IndexStore.keep_alive)."""
-        del log
 
     def close(self) -> None:
         """Close connections and files (see IndexStore.close)."""

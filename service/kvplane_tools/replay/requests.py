@@ -44,7 +44,6 @@ class ReplayedRequest(Request):
 
     def append(self, token: int) -> None:
         """Append the next token of the stated output, whichever token was sampled."""
-        del token
         self._num_tokens += 1
 
     def hash_prompt(self) -> None:

@@ -16,7 +16,6 @@ Drafter = Callable[[Sequence[int], int], list[int]]  # (tokens of a request, mos
 
 def no_drafts(tokens: Sequence[int], most: int) -> list[int]:
     """Return no drafts: the drafter of an engine without speculative decoding."""
-    del tokens, most
     return []
 
 

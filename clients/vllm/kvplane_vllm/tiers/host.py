@@ -60,7 +60,6 @@ class _Reported:
 
     def order(self, record: bytes, checksum: int | None = None) -> bool:
         """See `JobTable.order`."""
-        del checksum
         self.ordered = record
         return True
 

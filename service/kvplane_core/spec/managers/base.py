@@ -112,7 +112,6 @@ class GroupManager:
 
         `num_main`: the same positions without lookahead.
         """
-        del num_main
         return max(-(-num_slots // self.block_size) - len(self.table[slot]), 0)
 
     def adopt(self, slot: int, hit: Sequence[int], local_computed: int, total_computed: int) -> None:
@@ -150,7 +149,6 @@ class GroupManager:
 
         `num_main`: the same positions without lookahead. The caller must check that the pool has enough free blocks.
         """
-        del num_main, num_encoder
         copies = self._redirect_partial_hit(slot)
         table = self.table[slot]
         missing = self._blocks_for(num_slots) - len(table)
@@ -219,7 +217,6 @@ class GroupManager:
 
     def blocks_alone(self, num_tokens: int, num_encoder: int) -> int:
         """Return the largest number of blocks that a request of `num_tokens` tokens holds at one time."""
-        del num_encoder
         need = self._blocks_for(num_tokens)
         return min(need, self._admission_cap) if self._admission_cap else need
 
@@ -239,7 +236,6 @@ class GroupManager:
 
         A request that computes known tokens again writes the content that the page has.
         """
-        del at
         digests = self.requests.content[slot].digests
         known = self.spec.is_cached and (index + 1) * self.block_size <= len(digests) * self.hash_size
         return self._digest(digests, index) if known else b""
@@ -272,7 +268,6 @@ class GroupManager:
         """Whether the primary key of the block at this index names the content that the request has at
         this position.
         """
-        del at
         block = self.table[slot][index]
         key, num_tokens = self.pool.key[block], self.pool.key_tokens[block]
         count, rest = divmod(num_tokens, self.hash_size)
@@ -284,7 +279,6 @@ class GroupManager:
 
     def skipped_tokens(self, num_computed: int) -> int:
         """Return the number of leading tokens that the token after `num_computed` tokens does not attend to."""
-        del num_computed
         return 0
 
     def first_read(self, num_computed: int) -> int:
@@ -405,7 +399,6 @@ class GroupManager:
 
     def reachable_blocks(self, start: int, end: int, boundaries: Sequence[int]) -> list[bool] | None:
         """Return a mask: which of the blocks with indices [start, end) can be part of a hit; None: all of them."""
-        del start, end, boundaries
         return None
 
     def find(self, query: Query) -> tuple[list[list[int]], int]:
@@ -425,7 +418,6 @@ class GroupManager:
 
     def may_have_keys(self, count: int) -> bool:
         """Whether one block can have `count` keys, each of a prefix that ends at another position inside the block."""
-        del count
         return True
 
     def hit_is_ready(self, hit: Sequence[int], num_tokens: int) -> bool:
@@ -447,7 +439,6 @@ class GroupManager:
 
         Attention needs no preparation: the pages get the same content again.
         """
-        del slot, num_computed
 
     def note_written(self, slot: int) -> None:
         """Record that steps before the current one wrote the blocks that the request registered."""
@@ -458,7 +449,6 @@ class GroupManager:
 
     def is_sound(self, slot: int) -> bool:
         """Whether the manager's record of the request is consistent with its table; used by the check of invariants."""
-        del slot
         return True
 
     # -- options -----------------------------------------------------------------------------------------------------

@@ -63,7 +63,6 @@ class FullAttentionManager(GroupManager):
 
     def can_rewind(self, slot: int, num_computed: int) -> bool:
         """Return True: no block leaves a table of full attention."""
-        del slot, num_computed
         return True
 
     def drop_margin(self) -> int:

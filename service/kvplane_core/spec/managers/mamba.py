@@ -308,7 +308,6 @@ class AlignedStateManager(GroupManager):
 
     def hit_is_ready(self, hit: Sequence[int], num_tokens: int) -> bool:
         """Whether the step that writes the hit's state is executed; otherwise the caller defers the admission."""
-        del num_tokens
         if not hit or hit[-1] == NULL_BLOCK:
             return True
         if self._safe:

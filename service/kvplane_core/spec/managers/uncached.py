@@ -46,7 +46,6 @@ class CrossAttentionManager(GroupManager):
 
         Any length is accepted, because the number of encoder tokens is not known here.
         """
-        del at
         return table if NULL_BLOCK not in table else None
 
 
@@ -71,7 +70,6 @@ class RingManager(GroupManager):
 
     def allocate(self, slot: int, num_slots: int, num_main: int, num_encoder: int) -> list[int]:
         """Allocate the request's one block at the first call; later calls return no block."""
-        del num_slots, num_main, num_encoder
         return [] if self.table[slot] else self._extend(self.table[slot], 1)
 
     def blocks_alone(self, num_tokens: int, num_encoder: int) -> int:
@@ -80,7 +78,6 @@ class RingManager(GroupManager):
 
     def normalize_table(self, table: list[int], at: RequestProgress) -> list[int] | None:
         """Return the table if it has exactly one block, else None."""
-        del at
         return table if len(table) == 1 and table[0] != NULL_BLOCK else None
 
 
