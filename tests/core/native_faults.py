@@ -391,7 +391,7 @@ FAULTS = [
           "if (stamps_.contains(pool_.stamp[block]) && !all_.contains(block)) pool_.stamp[block] = 0;", ""),
     # Reading a step's message, and writing that of its answer.
     Fault("a number of ten bytes loses its highest bits", "wire.h", "if (shift == 63 && *at_ > 1) break;", ""),
-    Fault("surrogates are read as text", "wire.h", "(letter >= 0xd800 && letter < 0xe000)", "false"),
+    Fault("surrogates are read as text", "types.h", "(letter >= 0xd800 && letter < 0xe000)", "false"),
     Fault("numbers above those of their column are read", "wire.h", "return most <= highest;", "return true;"),
     Fault("choices that no enumeration has are read", "wire.h",
           "field.value <= static_cast<uint64_t>(choice.highest)", "true"),
