@@ -270,7 +270,7 @@ class GroupManager {
     // Steps before the present one wrote the blocks that the request registered.
     virtual void NoteWritten(Int slot) { (void)slot; }
 
-    // -- images (resumed.h) -------------------------------------------------------------------------------------------
+    // -- images (resume.h) --------------------------------------------------------------------------------------------
 
     // Puts null blocks where no block of a table is needed any more; false if a needed block is missing.
     virtual bool NormalizeTable(BlockList* blocks, const Progress& at) const;
