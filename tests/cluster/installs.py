@@ -150,8 +150,7 @@ def after_sidecar(space: Space) -> str:
 
 def after_daemonset(space: Space) -> str:
     add_programs(space)
-    life = Life("engine", worker_pods(space)[0]["spec"]["nodeName"], run_dir="/run/kvplane")
-    counts = engine_life(space, life)
+    counts = engine_life(space, Life("engine", worker_pods(space)[0]["spec"]["nodeName"]))
     space.ready(WORKER, len(worker_pods(space)))
     return text_of(counts)
 
@@ -168,8 +167,9 @@ def after_tiers(space: Space) -> str:
     return f"{len(names)} pods with 2 ranks run"
 
 
+ON_NODES: Object = {"gpuWorker": {"device": "cpu", "graceSeconds": 5, "runDir": RUN_DIR}}
 SMALL_TIERS: Object = {
-    "device": "cpu",
+    **ON_NODES["gpuWorker"],
     "tiers": {"hostMemory": "64Mi", "disk": {"size": "64Mi", "path": "/var/lib/kvplane-cluster-test"}},
     "resources": {"requests": {"cpu": "50m", "memory": "256Mi"}, "limits": {"memory": "2Gi"}},
 }
@@ -177,7 +177,7 @@ FITS: Mapping[str, Fit] = {
     "tls": Fit(before=for_tls, left_out=("cert-manager: the certificate is a Secret of this test",)),
     "external-redis": Fit(before=for_redis, left_out=("the Redis is a Valkey of this test, in the same namespace",)),
     "router": Fit(before=for_router, left_out=("engines: the places of the set are not there",)),
-    "gpu-daemonset": Fit(CPU, (NO_GPU,), None, "privileged", after_daemonset),
+    "gpu-daemonset": Fit(ON_NODES, (NO_GPU,), None, "privileged", after_daemonset),
     "gpu-tiers": Fit(
         {"gpuWorker": SMALL_TIERS}, (NO_GPU, "tiers of 64 MiB, and no engine"), None, "privileged", after_tiers
     ),

@@ -61,7 +61,6 @@ class Life:
 
     name: str
     node: str
-    run_dir: str = RUN_DIR
     prefix: str = ""
     service: str = ""
 
@@ -70,10 +69,10 @@ def engine_life(space: Space, life: Life) -> Object:
     """Run an engine pod to its end; returns what it says."""
     image = space.cluster.images.worker
     assert image is not None
-    folders = [f"{life.run_dir}/rank-{rank}" for rank in (0, 1)]
+    folders = [f"{RUN_DIR}/rank-{rank}" for rank in (0, 1)]
     command = script("paged", life.service or addresses(space), f"{life.prefix}{life.node}", *folders)
     secrets = ("kvplane-ca", "kvplane-access") if life.service else ()
-    pod = Program(life.name, image, command, shares=life.run_dir, secrets=secrets).pod
+    pod = Program(life.name, image, command, shares=RUN_DIR, secrets=secrets).pod
     pod["spec"]["nodeName"] = life.node
     space.apply(pod)
     return counts_in(space.ended(life.name, 240))
