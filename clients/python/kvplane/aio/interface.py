@@ -34,7 +34,6 @@ class AsyncSessionTransport(Protocol):
 
     async def open(self, request: OpenRequest) -> Opened:
         """Open a new stream to the service instead of the previous one, and return the service's first answer."""
-        ...
 
     async def send(self, step: Step) -> None:
         """Send a step without waiting for its answer. A broken stream is not an error here: `receive` raises it.
@@ -42,24 +41,19 @@ class AsyncSessionTransport(Protocol):
         Raises:
             InvalidArgument: a value cannot be encoded; nothing was sent.
         """
-        ...
 
     async def receive(self) -> StepResult | KvplaneError:
         """Wait for the next answer, in the order in which steps were sent: the result of a step, or the refusal of a
         step.
         """
-        ...
 
     async def heartbeat(self, waiting_requests: int | None = None) -> None:
         """Send a heartbeat, so that the session's lease does not expire."""
-        ...
 
     async def close(self) -> None:
         """Close the stream, so that the service frees the session's requests. Ignores an unreachable service."""
-        ...
 
     def abort(self) -> None:
         """Cancel the stream and refuse to open another stream. Call it on the loop's thread. Calls that wait raise
         Unavailable.
         """
-        ...

@@ -120,10 +120,10 @@ class Client(UnaryCalls):
         Args:
             replica: name of the replica.
             revive: a function that returns the engine's requests and its page memory; called now and after each restart
-                of the service; see Revival. With the stamps of the page memory (the version numbers of the pages'
-                contents), prefixes that were cached before a restart are hits after the restart. None: the session
-                records the requests itself; after a restart they are preempted and the prefix cache is empty (where
-                this is impossible, see KnownRequests, the session ends).
+                of the service; see Revival. With the stamps of the page memory, prefixes that were cached before a
+                restart are hits after the restart. None: the session records the requests itself; after a restart they
+                are preempted and the prefix cache is empty (where this is impossible, see KnownRequests, the session
+                ends).
             options: see SessionOptions.
         """
         self._require_open()
