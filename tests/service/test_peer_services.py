@@ -16,6 +16,7 @@ import pytest
 from kvplane import wire
 from kvplane.base.errors import InvalidArgument, LimitExceeded, NotFound
 from kvplane.base.sections import Peers
+from kvplane.base.stamps import MAX_COUNTER, MAX_EPOCH, Stamp
 from kvplane.base.worker import MAX_PEERS, PeerArena, PeerNews
 from kvplane.rpc.channel import open_aio_channel
 from kvplane.v1 import plan_pb2 as pb
@@ -183,6 +184,9 @@ def test_what_no_tier_of_peers_has_room_for_is_not_kept(site: Site):
         (PeerNews("far", arenas=(ARENA, ARENA)), "arenas"),
         (PeerNews("far", arenas=(ARENA,), rows=Peers([40], [1], [0], bytes(32), [""])), "rows.slot"),
         (PeerNews("far", arenas=(ARENA,), rows=Peers(gone=[40])), "rows.slot"),
+        (PeerNews("far", arenas=(ARENA,), rows=Peers([3], [1], [9], bytes(32), [""])), "rows.group"),
+        (PeerNews("far", arenas=(ARENA,), rows=Peers([3], [0], [0], bytes(32), [""])), "rows.version"),
+        (PeerNews("far", arenas=(ARENA,), rows=Peers([3], [2**64 - 1], [0], bytes(32), [""])), "rows.version"),
     ],
 )
 def test_what_cannot_be_of_the_namespace_is_refused_by_name(site: Site, news: PeerNews, field: str):
@@ -193,9 +197,22 @@ def test_what_cannot_be_of_the_namespace_is_refused_by_name(site: Site, news: Pe
     assert refused.value.field == field
 
 
+def test_the_widest_rows_of_another_service_do_not_make_a_step_refused(site: Site):
+    first, second = site.worlds
+    namespace = namespace_of(second)
+    (arena,) = namespace.arenas(second.name, 0)
+    highest = Stamp(0, MAX_EPOCH, MAX_COUNTER).pack()
+    last = arena.num_slots - 1
+    rows = Peers([0, last, 3], [1, highest, 2], [0, 0, 0], bytes(range(96)), ["", "d" * 5000, "é"], gone=[last, 7])
+    namespace.apply(site.links[0].name, PeerNews(first.name, rows=rows))
+    assert serve(second) == 0
+
+
 @pytest.mark.parametrize(
     ("news", "field"),
     [
+        (PeerNews("\x1b[2J", is_gone=True), "replica"),
+        (PeerNews("f" * 129, is_gone=True), "replica"),
         (PeerNews("far", arenas=(replace(ARENA, address="unix:/far/../etc"),)), "arenas[0].address"),
         (PeerNews("far", arenas=(replace(ARENA, num_slots=0),)), "arenas[0].num_slots"),
         (PeerNews("far", arenas=(ARENA, replace(ARENA, incarnation=b"short"))), "arenas[1].incarnation"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 LOOK_S = 0.5  # between two looks for namespaces that have got or lost their readers
 RETRY_S = 1.0
+FORGET_S = 60.0  # that a stream lasts, after which an earlier problem with it is over
 
 _log = logging.getLogger(__name__)
 
@@ -67,7 +69,8 @@ class PeerServices:
     async def _follow_service(self, address: str) -> None:
         """Follow every namespace that has a reader here, each by a stream of its own."""
         streams = dict[bytes, asyncio.Task[None]]()
-        async with _Link(self._registry, self._access, address) as link, asyncio.TaskGroup() as group:
+        link = _Link(self._registry, self._access, address)
+        async with asyncio.TaskGroup() as group:
             while True:
                 wanted = {digest for digest, one in self._registry.namespaces.items() if one.has_readers}
                 for digest in streams.keys() - wanted:
@@ -78,17 +81,11 @@ class PeerServices:
 
 
 class _Link:
-    """The channel to one service, and what was last said of it."""
+    """The streams from one service, and the last problem with it."""
 
     def __init__(self, registry: Registry, access: Access, address: str) -> None:
         self._registry, self._access, self._address = registry, access, address
-        self._problem = ""
-
-    async def __aenter__(self) -> _Link:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._registry.peer_services[self._address] = False
+        self._problem, self._num_open = "", 0
 
     async def follow(self, digest: bytes) -> None:
         """Follow one namespace; try again while the service does not answer, or says what cannot be."""
@@ -98,9 +95,9 @@ class _Link:
                 try:
                     await self._follow(digest, namespace)
                 except grpc.aio.AioRpcError as error:
-                    self._say(error_of_rpc(error))
+                    self._log(error_of_rpc(error))
                 except KvplaneError as error:
-                    self._say(error)
+                    self._log(error)
                 finally:
                     namespace.forget(self._address)
             await asyncio.sleep(RETRY_S)
@@ -114,19 +111,29 @@ class _Link:
 
     async def _take(self, stub: WorkersAsyncStub, digest: bytes, namespace: Namespace) -> None:
         """Apply what the service says, until the stream ends or the namespace here is another one."""
-        async for message in stub.WatchPeers(pb.WatchPeersRequest(namespace=digest)):
-            self._say(None)
-            if self._registry.namespaces.get(digest) is not namespace:
-                return
-            if message.replica:
+        stream = aiter(stub.WatchPeers(pb.WatchPeersRequest(namespace=digest)))
+        if await anext(stream, None) is None:  # else an empty message: the service answers
+            return
+        self._count(1)
+        began_s = time.monotonic()
+        try:
+            async for message in stream:
+                if self._registry.namespaces.get(digest) is not namespace:
+                    return
                 namespace.apply(self._address, wire.decode_news(message, namespace.digest_size))
+        finally:
+            self._count(-1)
+            if time.monotonic() - began_s > FORGET_S:
+                self._problem = ""  # the next one is logged, also if it is equal
 
-    def _say(self, error: KvplaneError | None) -> None:
-        """Record whether the service answers; log a problem once, not at each try."""
-        self._registry.peer_services[self._address] = error is None
-        problem = f"{error.reason}: {error}" if error is not None else ""
-        if problem and problem != self._problem:
+    def _count(self, change: int) -> None:
+        """Count the open streams."""
+        self._num_open += change
+        self._registry.peer_services[self._address] = self._num_open > 0
+
+    def _log(self, error: KvplaneError) -> None:
+        """Log a problem once, not at each try."""
+        problem = f"{error.reason}: {error}"
+        if problem != self._problem:
             _log.warning("the peers of %s are not known: %s", self._address, error)
-        elif self._problem and not problem:
-            _log.info("the peers of %s are known again", self._address)
         self._problem = problem

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -9,8 +10,10 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import NULL_BLOCK, Medium, ReplicaSpec, TierKind
+from kvplane.base.sections import Peers
+from kvplane.base.stamps import MAX_COUNTER, MAX_EPOCH, Stamp
 from kvplane.base.step import CacheEvent
-from kvplane.base.worker import PeerArena, PeerNews, WorkerState
+from kvplane.base.worker import PeerArena, WorkerState
 from kvplane_core.face.keys import Key
 
 if TYPE_CHECKING:
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
     from kvplane_service.replicas.workers import WorkerRoster
 
 MOST_READ = 4096  # slots at a time: some milliseconds
+
+_MAX_VERSION = Stamp(0, MAX_EPOCH, MAX_COUNTER).pack()
 
 Held: TypeAlias = tuple[Key, int]  # what a slot of a host tier holds: key and version
 
@@ -44,7 +49,7 @@ class Sent:
 
 
 @dataclass(slots=True, eq=False)
-class Lender:
+class Lender(ABC):
     """A replica whose host tier others may read.
 
     Attributes:
@@ -60,13 +65,13 @@ class Lender:
     held: dict[int, Held] = field(default_factory=dict, init=False)
 
     @property
+    @abstractmethod
     def num_slots(self) -> int:
         """Slots of its host tier."""
-        raise NotImplementedError
 
+    @abstractmethod
     def lends(self) -> dict[int, PeerArena]:
         """Return the host tier of each rank whose worker is there."""
-        raise NotImplementedError
 
 
 @dataclass(slots=True, eq=False)
@@ -183,18 +188,26 @@ class RemoteMember(Lender):
         return dict(enumerate(self.arenas))
 
 
-def entries_of(news: PeerNews, num_slots: int) -> dict[int, Held | None]:
-    """Return what slots hold now, by the rows of another service. Raises InvalidArgument if there is no such slot."""
-    rows = news.rows
-    found = dict[int, Held | None].fromkeys(rows.gone)
+def entries_of(rows: Peers, num_slots: int, num_groups: int) -> dict[int, Held | None]:
+    """Return what slots hold now, by the rows of another service.
+
+    Raises InvalidArgument for what no core accepts: the rows become part of a step, and must not be why the step of an
+    engine here is refused.
+    """
     size = len(rows.hashes) // max(1, len(rows.slot))
+    for name, column, first, last in (
+        ("slot", (*rows.slot, *rows.gone), 0, num_slots - 1),
+        ("group", rows.group, 0, num_groups - 1),
+        ("version", rows.version, 1, _MAX_VERSION),
+    ):
+        wrong = [
+            value for value in (min(column, default=first), max(column, default=first)) if not first <= value <= last
+        ]
+        if wrong:
+            remedy = f"send {first} to {last}: run the same version of kvplane on both services"
+            raise InvalidArgument(f"{wrong[0]} is out of range", field=f"rows.{name}", remedy=remedy)
+    found = dict[int, Held | None].fromkeys(rows.gone)
     for at, slot in enumerate(rows.slot):
         domain = rows.domain[at] if rows.domain else ""
         found[slot] = (domain, rows.group[at], rows.hashes[at * size : (at + 1) * size]), rows.version[at]
-    if found and max(found) >= num_slots:
-        raise InvalidArgument(
-            f"{news.replica} has {num_slots} slots, and none of number {max(found)}",
-            field="rows.slot",
-            remedy="run the same version of kvplane on both services",
-        )
     return found

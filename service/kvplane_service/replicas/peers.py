@@ -280,8 +280,8 @@ class Namespace:
             return
         if news.arenas:
             self._check_ranks(news)
-            other = self._remote.get(name)
-            if other is not None and other.incarnations != tuple(one.incarnation for one in news.arenas):
+            known = self._remote.get(name)
+            if known is not None and known.incarnations != tuple(one.incarnation for one in news.arenas):
                 self._forget(name)
             if name not in self._remote:
                 if len(self._remote) >= MAX_PEERS:
@@ -292,8 +292,10 @@ class Namespace:
             self._place_all()
         if name not in self._remote:
             raise InvalidArgument("rows came before the memory", field="arenas", remedy="say the memory first")
-        if self._has_room(self._remote[name]):
-            self._hold(self._remote[name], entries_of(news, self._remote[name].num_slots))
+        other = self._remote[name]
+        if self._has_room(other):
+            num_groups = len(next(iter(self._members.values())).spec.groups)
+            self._hold(other, entries_of(news.rows, other.num_slots, num_groups))
 
     def forget(self, service: str) -> None:
         """Forget what another service has said."""

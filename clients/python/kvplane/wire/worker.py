@@ -10,6 +10,8 @@ from kvplane.wire.same import decode_same, encode_same
 from kvplane.wire.spec import decode_tiers, encode_tiers
 from kvplane.wire.step import decode_peers, encode_peers
 
+MAX_REPLICA_CHARS = 128
+
 
 def encode_worker(worker: WorkerInfo) -> pb.WorkerInfo:
     """Return the message of a worker."""
@@ -71,6 +73,9 @@ def encode_news(news: PeerNews) -> pb.WatchPeersResponse:
 def decode_news(message: pb.WatchPeersResponse, digest_size: int) -> PeerNews:
     """Return what another service says of a replica. Raises InvalidArgument for what is out of range or malformed."""
     news = decode_same(PeerNews, message, rows=decode_peers(message.rows, digest_size, "rows"))
+    if not (news.replica.isascii() and news.replica.isprintable() and 0 < len(news.replica) <= MAX_REPLICA_CHARS):
+        remedy = f"send the name of a replica: at most {MAX_REPLICA_CHARS} characters"
+        raise InvalidArgument(f"{news.replica[:140]!r} is no name", field="replica", remedy=remedy)
     for at, arena in enumerate(news.arenas):
         arena.validate(f"arenas[{at}]")
     return news
