@@ -2,7 +2,7 @@
 
 The last line counts tokens that differ from the dense model's, and leaks; the exit status is 1 unless both are 0, no
 wrong copy was accepted, at least 95 % of what only peers have is loaded from sound ones, and every planted fault was
-found.
+found. With --soak 30 prompts move for 30 minutes, over two services: the exit status is 1 if anything grows.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 
 from tests.peers import disaggregated
 from tests.peers.campaign import HAS_NIXL, OF_TWO, OVER_NIXL, Outcome, kinds, kinds_over_nixl, plants, run
+from tests.peers.soak import soak
 
 LEAST_LOADED = 0.95
 PLANT_REQUESTS, PLANT_SEEDS = 40, 6
@@ -25,9 +26,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--requests", type=int, default=60, help="of each kind")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--soak", type=float, metavar="MINUTES", help="look for growth instead")
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)  # refused copies are expected here
+    return soaked(options) if options.soak else campaign(options)
+
+
+def soaked(options: argparse.Namespace) -> int:
+    """Look for what grows."""
+    verdict, outcomes = soak(options.soak, options.seed, lambda line: print(line, flush=True))
+    print(verdict)
+    for outcome in outcomes:
+        print("\n".join([outcome.line(), *outcome.wrong[:3], *outcome.leaks[:3]]))
+    print(f"grows: {', '.join(verdict.leaks) or 'nothing'}")
+    return int(bool(verdict.leaks) or not all(one.is_good for one in outcomes))
+
+
+def campaign(options: argparse.Namespace) -> int:
+    """Run all kinds, and the planted faults."""
     outcomes = list[Outcome]()
     if not HAS_NIXL:
         print("NIXL is not installed: kinds over it are not run")

@@ -150,13 +150,17 @@ class Run:
         sizes = {"num_blocks": 30 * len(layers) ** 2, "max_model_len": 200}
         pool = pool_of(3, layers, slots * len(layers), **sizes, **(DENSE if groups else {}))
         read_s = (SHORT_READ_S if kind == "stopped" else READ_S) * bool(over_nixl)
-        more = (Registry(Config(), lambda: 0),) if of_two else ()
-        self.site = Site(3, pool, config, fault, self._memory, nixl_s=read_s, more=more)
+        first, *more = self._registries(2 if of_two else 1)
+        self.site = Site(3, pool, config, fault, self._memory, registry=first, nixl_s=read_s, more=more)
         self._open: dict[str, tuple[Request, int, int]] = {}
         self._seen: list[set[int]] = [set() for _ in self.site.worlds]  # prompts that each engine knows
         self._number, self._lives = 0, len(self.site.worlds)
         self._asked: dict[str, int] = {}  # the engine of each request
         self._prompts = [self._text(self._rng.randrange(60, 160)) for _ in range(12)]
+
+    def _registries(self, count: int) -> Sequence[Registry]:
+        """Return those of the services."""
+        return [Registry(Config(), lambda: 0) for _ in range(count)]
 
     def _memory(self, arena: PeerMemory, incarnation: bytes) -> PeerMemory:
         return MEMORIES.get(self._kind, Memory)(arena, NAMESPACE, incarnation, Random(self._rng.random()))
@@ -166,6 +170,11 @@ class Run:
 
     def serve(self, num_requests: int) -> Outcome:
         """Serve requests, then look for what is left."""
+        self.play(num_requests)
+        return self.end()
+
+    def play(self, num_requests: int) -> None:
+        """Serve requests."""
         left = num_requests
         while left or self._open:
             while left and len(self._open) < MOST_OPEN:
@@ -182,6 +191,9 @@ class Run:
                 self._strike()
             if self._kind == "stopped" and self._rng.random() < STOPS:
                 self._stop()
+
+    def end(self) -> Outcome:
+        """End all engines, and look for what is left."""
         for world in self.site.worlds:
             for _ in range(20):
                 world.engine.step()

@@ -7,7 +7,7 @@ written, and looks at what a reader accepts and at what movers scatter into page
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import compress
@@ -42,6 +42,14 @@ class Ledger:
     torn: int = 0
     of_groups: Counter[int] = field(default_factory=Counter)
     lock: Lock = field(default_factory=Lock)
+
+    def keep(self, memories: Collection[bytes]) -> None:
+        """Forget what was written to other memories, and what was overwritten. Call it while nothing is loaded."""
+        with self.lock:
+            last = {(memory, slot): version for memory, slot, version in self.written if memory in memories}
+            kept = {(memory, slot, version) for (memory, slot), version in last.items()}
+            self.written = {place: noted for place, noted in self.written.items() if place in kept}
+            self.payloads = {digest for digest, _ in self.written.values()}
 
 
 LEDGER = Ledger()  # of the run that is under way

@@ -143,8 +143,10 @@ class Site:
                 return None
             return Peer(arena.first_slot, arena.incarnation, self.memory_of(far, arena.incarnation))
         name = arena.address.removeprefix("unix:/").rpartition("/")[0]
-        (world,) = (one for one in self.worlds if one.name == name)
-        host = tiers_of(world, rank)[0]
+        hosts = [tiers_of(one, rank)[0] for one in self.worlds if one.name == name]
+        if [one.incarnation for one in hosts] != [arena.incarnation]:
+            return None  # what a service says of another one may be late
+        (host,) = hosts
         mapped = Arena.open(os.dup(host.arena.descriptor), host.arena.num_slots, host.arena.slot_bytes)
         return Peer(arena.first_slot, arena.incarnation, self.memory_of(mapped, arena.incarnation))
 

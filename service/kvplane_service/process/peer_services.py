@@ -1,7 +1,7 @@
 """Follows other services: what the replicas there hold in host memory, those here may load.
 
-One stream for each namespace that has a reader here, to each service of `peer_services`. While a stream is broken, the
-replicas of that service are no peers.
+One stream for each namespace that has a reader here, to each service of `peer_services`. While a stream is broken, or
+silent for SILENT_S, the replicas of that service are no peers.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ import grpc
 import grpc.aio
 
 from kvplane import wire
-from kvplane.base.errors import InvalidArgument, KvplaneError
+from kvplane.base.errors import InvalidArgument, KvplaneError, Unavailable
 from kvplane.rpc.access import Access, Tls
 from kvplane.rpc.channel import open_aio_channel
 from kvplane.rpc.status import error_of_rpc
@@ -24,6 +25,7 @@ from kvplane.v1 import plan_pb2 as pb
 from kvplane.v1.plan_pb2_grpc import WorkersStub
 from kvplane_service.config import Config
 from kvplane_service.registry import Registry
+from kvplane_service.replicas.peer_watch import SILENT_S
 from kvplane_service.replicas.peers import Namespace
 
 if TYPE_CHECKING:
@@ -112,15 +114,16 @@ class _Link:
     async def _take(self, stub: WorkersAsyncStub, digest: bytes, namespace: Namespace) -> None:
         """Apply what the service says, until the stream ends or the namespace here is another one."""
         stream = aiter(stub.WatchPeers(pb.WatchPeersRequest(namespace=digest)))
-        if await anext(stream, None) is None:  # else an empty message: the service answers
+        if await _next(stream) is None:
             return
         self._count(1)
         began_s = time.monotonic()
         try:
-            async for message in stream:
+            while (message := await _next(stream)) is not None:
                 if self._registry.namespaces.get(digest) is not namespace:
                     return
-                namespace.apply(self._address, wire.decode_news(message, namespace.digest_size))
+                if message.ByteSize():  # else it only says that the service answers
+                    namespace.apply(self._address, wire.decode_news(message, namespace.digest_size))
         finally:
             self._count(-1)
             if time.monotonic() - began_s > FORGET_S:
@@ -137,3 +140,12 @@ class _Link:
         if problem != self._problem:
             _log.warning("the peers of %s are not known: %s", self._address, error)
         self._problem = problem
+
+
+async def _next(stream: AsyncIterator[pb.WatchPeersResponse]) -> pb.WatchPeersResponse | None:
+    """Return the next message, None at the end. Raises Unavailable if none comes for SILENT_S."""
+    try:
+        async with asyncio.timeout(SILENT_S):
+            return await anext(stream, None)
+    except TimeoutError:
+        raise Unavailable(f"nothing was said for {SILENT_S:.0f} s", remedy="see whether that service hangs") from None

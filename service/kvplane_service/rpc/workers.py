@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 from contextlib import nullcontext
 
@@ -14,7 +15,7 @@ from kvplane.base.worker import Renewal
 from kvplane.v1 import plan_pb2 as pb
 from kvplane_service.auth.visible import VisibleReplicas
 from kvplane_service.registry import NAMESPACE_BYTES
-from kvplane_service.replicas.peer_watch import PeerWatch
+from kvplane_service.replicas.peer_watch import BEAT_S, PeerWatch
 
 LOOK_S = 0.05  # between two looks for what has changed
 
@@ -49,17 +50,20 @@ class WorkersServicer:
 
     async def WatchPeers(self, request: pb.WatchPeersRequest) -> AsyncGenerator[Message]:  # noqa: N802
         """Stream what the host tiers of the replicas of a namespace hold, to another service. The first message is
-        empty: it says that the service answers.
+        empty, and one every BEAT_S: they say that the service answers.
         """
         if len(request.namespace) != NAMESPACE_BYTES:
             remedy = f"give the {NAMESPACE_BYTES} bytes of RegisterWorkerResponse.namespace"
             raise InvalidArgument(f"{len(request.namespace)} bytes", field="namespace", remedy=remedy)
         yield pb.WatchPeersResponse()
-        sent = PeerWatch()
+        sent, beat_s = PeerWatch(), time.monotonic()
         while True:
             namespace = self._registry.namespace(request.namespace)
             with namespace.watched(sent) if namespace is not None else nullcontext():
                 while namespace is self._registry.namespace(request.namespace):
                     for news in namespace.news(sent) if namespace is not None else sent.news({}):
                         yield wire.encode_news(news)
+                    if time.monotonic() - beat_s > BEAT_S:
+                        beat_s = time.monotonic()
+                        yield pb.WatchPeersResponse()
                     await asyncio.sleep(LOOK_S)
