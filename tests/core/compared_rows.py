@@ -96,6 +96,7 @@ def reads(replica: Any) -> list[object]:
         if key is not None:
             found.append((pool.blocks_of(key), pool.find("", [key[1]], key[2], INSIDE)))
     found.append(blocks.lookup.find_each(digests, "", 40, INSIDE))
+    found += [requests.slot_named(name) for name in ("", "none", *(requests.request_id[slot] for slot in live))]
     for slot in live:
         end = requests.running[slot] and requests.launch_end(slot)
         found += [end, blocks.tables(slot), tracker.held.get(slot) if requests.held[slot] else 0]

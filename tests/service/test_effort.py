@@ -56,8 +56,8 @@ def busy():
         (Part(news=News([600], [LONG], num_hashes=[1 << 16], hashes=hashes(1 << 16)), admit=Admit([600])), True),
         (Part(news=News([600], [8192]), admit=Admit([600])), False),
         (Part(admit=Admit(list(range(256, 556)))), True),
-        (Part(admit=Admit(list(range(256, 276)), cap=[512] * 20)), False),
-        (Part(admit=Admit(list(range(256, 276))), budget=Budget(tokens=8192)), False),
+        (Part(admit=Admit(list(range(256, 266)), cap=[512] * 10)), False),
+        (Part(admit=Admit(list(range(256, 266))), budget=Budget(tokens=8192)), False),
         (Part(peek=Peek(list(range(256, 556)))), True),
         (Part(peek=Peek([256])), False),
         (Part(facts=Facts([0], computed=[1], commit=[LONG])), True),
@@ -76,7 +76,7 @@ def test_effort_of_a_step_decides_whether_it_is_long(busy, part, is_long, monkey
 
 
 def test_effort_of_a_step_is_the_sum_of_its_parts(busy):
-    one = Part(admit=Admit(list(range(256, 276)), cap=[1024] * 20))
+    one = Part(admit=Admit(list(range(256, 264)), cap=[1024] * 8))
     assert busy.effort(one) <= MANY < busy.effort(*[one] * 4)
 
 
@@ -200,7 +200,7 @@ def test_effort_of_a_failed_step_counts_its_rows():
 
 def test_effort_of_a_chunk_is_lower_with_windows():
     plain = spec_of(2000, max_model_len=LONG)
-    mixed = replace(plain, groups=(plain.groups[0], *[WINDOW] * 4))
+    mixed, dense = (replace(plain, groups=(plain.groups[0], *[group] * 4)) for group in (WINDOW, plain.groups[0]))
     part = Part(news=News([0], [8192]), admit=Admit([0]))
-    few, many = (effort(Step(1, 1, [part]), HostWorld(spec=spec).host.replica) for spec in (plain, mixed))
-    assert few < many < 3 * few
+    few, many, most = (effort(Step(1, 1, [part]), HostWorld(spec=spec).host.replica) for spec in (plain, mixed, dense))
+    assert few < many < most < 5 * few

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -75,6 +76,17 @@ async def test_a_long_look_up_has_the_same_result_as_on_the_loop(name, monkeypat
     assert await one.find(name) == aside
     assert (aside.hit_tokens, aside.num_tokens, aside.num_hashes) == (48, 64, 4)
     assert len(aside.blocks[0].block_ids) == 3
+
+
+@pytest.mark.parametrize("name", ["", "a"])
+async def test_a_look_up_is_long_by_its_keys_and_by_the_blocks_of_its_answer(name):
+    """Their conversion to a message takes longer than the look-up."""
+    one = await LookingUp().start()
+    content, replica = Content(len(PROMPT), b"", 4), one.host.replica
+    plan = partial(lookups.of_request, name) if name else partial(lookups.of_content, content)
+    without, with_blocks = (plan(answered, replica).effort_ns for answered in (False, True))
+    assert without == replica.look_up_effort(len(PROMPT))
+    assert with_blocks - without == 80 * 4 * len(replica.spec.groups)
 
 
 async def test_steps_wait_for_a_long_look_up_and_heartbeats_do_not():

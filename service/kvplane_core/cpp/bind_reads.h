@@ -237,6 +237,15 @@ inline Column LiveSlots(Replica& replica) {
     return slots;
 }
 
+// The live slot of the first request with this name; None if no request has it.
+inline std::optional<Int> SlotNamed(Replica& replica, const std::string& name) {
+    const Requests& requests = replica.blocks.requests;
+    for (Int slot = 0; slot < requests.size(); ++slot) {
+        if (requests.live[slot] && requests.request_id[slot] == name) return slot;
+    }
+    return std::nullopt;
+}
+
 inline bool HasSlot(const Replica& replica, Int slot) { return slot >= 0 && slot < replica.blocks.requests.size(); }
 
 // The hashes of a request, joined, and the size of one.
@@ -420,6 +429,7 @@ inline const Functions& Questions() {
         Named<FreeOrder>("free_order"),
         Named<ColumnOf>("column"),
         Named<LiveSlots>("slots"),
+        Named<SlotNamed>("slot_named"),
         Named<HashesOf>("hashes"),
         Named<HeldBlocksOf>("held"),
         Named<TablesOf>("tables"),

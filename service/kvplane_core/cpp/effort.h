@@ -16,10 +16,11 @@ class Effort {
     }
 
     Int OfLookUp(Int num_tokens) const {
-        return kRow + num_tokens / replica_.spec.hash_block_size / kDigestsRead + BlocksOf(num_tokens) / kBlocksSeen;
+        return kRow + num_tokens / replica_.spec.hash_block_size / kDigestsRead + BlocksOf(num_tokens);
     }
 
   private:
+    // A key that is looked up is one unit: a large index is not in the processor's cache.
     static constexpr Int kRow = 4, kTokensHashed = 64, kDigestsRead = 32, kIdsEncoded = 32, kBlocksSeen = 4;
     static constexpr Int kSparseBlocks = 4, kMost = Int{1} << 48;  // tokens above which estimates are equal
 
@@ -68,10 +69,10 @@ class Effort {
         for (const Int count : facts.commit) granted += count != kUnchanged ? count : 0;
         granted += Sum(facts.num_hashes) * replica_.spec.hash_block_size;  // their blocks may be registered only now
         granted = std::min(granted, kMost);
-        Int seen = waiting + Sum(known, part.peek.slot) + dropped + Sum(known, part.prefetch.slot);
+        Int found = waiting + Sum(known, part.peek.slot) + Sum(known, part.prefetch.slot), seen = dropped;
         for (size_t row = 0; row < std::min(facts.slot.size(), facts.end.size()); ++row)
             seen += facts.end[row] ? Sum(computed, {facts.slot[row]}) : 0;
-        seen += (Sum(part.prefetch.num_hashes) + Sum(part.retain.num_hashes)) * replica_.spec.hash_block_size;
+        found += (Sum(part.prefetch.num_hashes) + Sum(part.retain.num_hashes)) * replica_.spec.hash_block_size;
         Int units = 0, needed = 0;
         for (const GroupSpec& group : replica_.spec.groups) {
             const bool dense = group.kind == kFull || group.kind == kMla || group.kind == kSinkFull ||
@@ -87,7 +88,7 @@ class Effort {
             units += Size(victims) * kRow;
         }
         if (part.with_tables) units += BlocksOf(std::min(waiting + Sum(known, run.slot), kMost)) / kIdsEncoded;
-        return units + BlocksOf(std::min(seen, kMost)) / kBlocksSeen;
+        return units + BlocksOf(std::min(found, kMost)) + BlocksOf(std::min(seen, kMost)) / kBlocksSeen;
     }
 
     // By how many computed tokens the rows go back, and those of requests that such a row preempts.

@@ -187,6 +187,9 @@ class RequestColumns(Protocol):
     def slots(self) -> list[int]:
         """Return the live slots, ascending."""
 
+    def slot_named(self, name: str) -> int | None:
+        """Return the live slot of the first request with this name; None if no request has it."""
+
     def hashes(self, slot: int) -> Sequence[bytes]:
         """Return the hashes of the request's full hash blocks."""
 

@@ -14,6 +14,7 @@ from kvplane_core.spec.in_flight import InFlightTracker
 
 ROW = 4  # units per row
 TOKENS_HASHED, DIGESTS_READ, IDS_ENCODED, BLOCKS_SEEN, SPARSE_BLOCKS = 64, 32, 32, 4, 4  # each per unit
+# A key that is looked up is one unit: a large index is not in the processor's cache.
 FULL_FIT = int(RowFlag.FULL_FIT)
 
 
@@ -32,7 +33,7 @@ class Effort:
     def of_look_up(self, num_tokens: int) -> int:
         """Return the units of the look-up of a prompt."""
         digests = num_tokens // self._spec.hash_block_size
-        return ROW + digests // DIGESTS_READ + self._blocks_of(num_tokens) // BLOCKS_SEEN
+        return ROW + digests // DIGESTS_READ + self._blocks_of(num_tokens)
 
     def _of_rows(self, part: Part) -> int:
         facts, news = part.facts, part.news
@@ -55,9 +56,9 @@ class Effort:
         granted += sum(count for count in facts.commit if count != UNCHANGED)
         granted += sum(facts.num_hashes) * self._spec.hash_block_size  # their blocks may be registered only now
         ended = [slot for slot, end in zip(facts.slot, facts.end, strict=False) if end]
-        seen = waiting + self._sum(known, part.peek.slot) + self._sum(computed, ended) + dropped
-        seen += self._sum(known, part.prefetch.slot)
-        seen += (sum(part.prefetch.num_hashes) + sum(part.retain.num_hashes)) * self._spec.hash_block_size
+        seen = self._sum(computed, ended) + dropped
+        found = waiting + self._sum(known, part.peek.slot) + self._sum(known, part.prefetch.slot)
+        found += (sum(part.prefetch.num_hashes) + sum(part.retain.num_hashes)) * self._spec.hash_block_size
         units = needed = 0
         for manager in self._blocks.managers:
             units += granted // manager.block_size // (1 if manager.is_downward_closed() else SPARSE_BLOCKS)
@@ -69,7 +70,7 @@ class Effort:
             units += len(victims) * ROW
         if part.with_tables:
             units += self._blocks_of(waiting + self._sum(known, run.slot)) // IDS_ENCODED
-        return units + self._blocks_of(seen) // BLOCKS_SEEN
+        return units + self._blocks_of(found) + self._blocks_of(seen) // BLOCKS_SEEN
 
     def _rewound(self, facts: Facts) -> tuple[int, int]:
         """By how many computed tokens the rows go back, and the computed tokens of requests that such a row preempts

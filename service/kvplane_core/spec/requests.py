@@ -114,6 +114,10 @@ class Requests:
         """Return the hashes of the request's full hash blocks."""
         return self.content[slot].digests
 
+    def slot_named(self, name: str) -> int | None:
+        """Return the live slot of the first request with this name; None if no request has it."""
+        return next((slot for slot in self.slots() if self.request_id[slot] == name), None)
+
     def slots(self) -> list[int]:
         """Return the live slots, ascending."""
         return [slot for slot, live in enumerate(self.live) if live]

@@ -114,10 +114,6 @@ class Applying:
         """Whether applying the step on the event loop could delay other replicas. `effort_ns`: if it is known."""
         return (self.effort(step) if effort_ns is None else effort_ns) > MOST_INLINE_NS
 
-    def is_long_look_up(self, num_tokens: int) -> bool:
-        """Whether a look-up of this number of tokens on the event loop could delay other replicas."""
-        return self._replica.look_up_effort(num_tokens) > MOST_INLINE_NS
-
     async def aside(self, work: Awaitable[_T]) -> _T:
         """Run long work in a task that is the only user of the replica; returns its result. No other long work may be
         running.

@@ -12,12 +12,14 @@ from kvplane.base.hashing import PackedHashes
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane_core.face.interface import Hit, ReplicaCore
 from kvplane_service.auth.gate import CALL
+from kvplane_service.replicas import applying
 from kvplane_service.replicas.host import ReplicaHost
 from kvplane_service.rpc import encode
 from kvplane_service.rpc.prices import HASH_BYTES
 from kvplane_service.rpc.reads import LongReads
 from kvplane_service.unary.calls import Content, Hashes
 
+_ANSWERED_NS = 80  # of each block in an answer, on every core
 _MAX_WAITING = 64  # long look-ups that may wait; each keeps its message in memory
 
 
@@ -26,12 +28,12 @@ class LookUp:
     """A look-up that is ready to run on a replica.
 
     Attributes:
-        num_tokens: tokens that are looked up, from which the duration is estimated.
+        effort_ns: an estimate of its duration.
         num_known: hashes of the look-up that the request does not contain.
         find: runs the look-up and returns the answer; changes nothing.
     """
 
-    num_tokens: int
+    effort_ns: int
     find: Callable[[], pb.FindCacheHitResponse]
     num_known: int = 0
 
@@ -56,7 +58,7 @@ class LookUps:
         await host.idle()
         lookup = _planned(host, plan)
         CALL.get().count(HASH_BYTES * lookup.num_known)
-        if not host.steps.is_long_look_up(lookup.num_tokens):
+        if lookup.effort_ns <= applying.MOST_INLINE_NS:
             return lookup.find()
         return await self._reads.run(host, lambda: _planned(host, plan).find)
 
@@ -71,19 +73,27 @@ def _planned(host: ReplicaHost, plan: Planned) -> LookUp:
 
 def of_content(content: Content, with_blocks: bool, replica: ReplicaCore) -> LookUp:
     """Return the look-up of a prompt whose tokens are hashed."""
-    return LookUp(content.num_tokens, partial(_find_content, replica, content, with_blocks))
+    effort = _effort_ns(replica, content.num_tokens, with_blocks)
+    return LookUp(effort, partial(_find_content, replica, content, with_blocks))
 
 
 def of_request(name: str, with_blocks: bool, replica: ReplicaCore) -> LookUp:
     """Return the look-up of the request with this name. Raises NotFound if the replica has no such request."""
     requests = replica.requests
-    names = ((slot, requests.request_id[slot]) for slot in requests.slots())
-    slot = next((slot for slot, known in names if known == name and known), None)
+    slot = requests.slot_named(name) if name else None
     if slot is None:
         what = f"the replica has no request {name[:140]!r}"
         raise NotFound(what, field="request_id", remedy="send the content of the prompt instead")
+    num_tokens = requests.num_tokens[slot]
     find = partial(_find_request, replica, slot, with_blocks)
-    return LookUp(requests.num_tokens[slot], find, len(requests.hashes(slot)))
+    effort = _effort_ns(replica, num_tokens, with_blocks)
+    return LookUp(effort, find, num_tokens // replica.spec.hash_block_size)
+
+
+def _effort_ns(replica: ReplicaCore, num_tokens: int, with_blocks: bool) -> int:
+    """Estimate what a look-up takes with its answer."""
+    answered = sum(num_tokens // group.block_size for group in replica.spec.groups) if with_blocks else 0
+    return replica.look_up_effort(num_tokens) + answered * _ANSWERED_NS
 
 
 def _find_content(replica: ReplicaCore, content: Content, with_blocks: bool) -> pb.FindCacheHitResponse:

@@ -81,6 +81,10 @@ class NativeRequests:
         """Return the live slots, ascending."""
         return _native.read(self.core, "slots")
 
+    def slot_named(self, name: str) -> int | None:
+        """Return the live slot of the first request with this name; None if no request has it."""
+        return _native.read(self.core, "slot_named", name)
+
     def hashes(self, slot: int) -> Sequence[bytes]:
         """Return the hashes of the request's full hash blocks."""
         joined, size = _native.read(self.core, "hashes", slot)
