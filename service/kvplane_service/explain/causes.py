@@ -84,6 +84,7 @@ class Why:
         epoch, seq, at_ns: engine life (number of the epoch), step and time (in nanoseconds) at which the key was
             removed; 0 if the cause is not a removal.
         load_ns, compute_ns: for TOO_SLOW, the times that were compared.
+        peers: for IN_TIER, those that have the missing block.
     """
 
     cause: Cause
@@ -95,6 +96,7 @@ class Why:
     at_ns: int = 0
     load_ns: int = 0
     compute_ns: int = 0
+    peers: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,7 @@ class Question:
         alternatives: the same tokens hashed with the extra keys of other requests; empty if the tokens are unknown.
         own_keys: extra keys (adapter, salt, multimodal items) of the prompt.
         tier: number of the tier that has what is missing on the device; None if none has.
+        peers: those that have it.
     """
 
     digests: Sequence[bytes]
@@ -120,6 +123,7 @@ class Question:
     alternatives: Sequence[tuple[ExtraKeys, Sequence[bytes]]] = ()
     own_keys: ExtraKeys = NO_EXTRA_KEYS
     tier: int | None = None
+    peers: Sequence[str] = ()
 
 
 class Explainer:
@@ -155,15 +159,15 @@ class Explainer:
         if account.missing is None:
             return Why(Cause.LAST_BLOCK_DROPPED)
         if question.tier is not None:
-            tier = self._spec.tiers[question.tier]
-            return Why(Cause.IN_TIER, account.missing.start, account.missing.end, by=tier.kind.value)
+            by, missing = self._spec.tiers[question.tier].kind.value, account.missing
+            return Why(Cause.IN_TIER, missing.start, missing.end, by=by, peers=question.peers)
         return self._of_block(question, account.missing)
 
     def passed_over(self, passed: PassedOver, start: int) -> Why:
         """Return why an admission did not load a hit of the tiers, whose tokens from `start` on the device lacked."""
-        times = {"load_ns": passed.load_ns, "compute_ns": passed.compute_ns}
         by = self._spec.tiers[passed.tier].kind.value
-        return Why(_NOT_LOADED[passed.why], start, passed.hit, by=by, **times)
+        load_ns, compute_ns = passed.load_ns, passed.compute_ns
+        return Why(_NOT_LOADED[passed.why], start, passed.hit, by=by, load_ns=load_ns, compute_ns=compute_ns)
 
     def _of_block(self, question: Question, missing: MissingPrefix) -> Why:
         for look in (self._removed, self._elsewhere, self._differs):

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TypeVar
 
 from kvplane.base.errors import InvalidArgument, NotFound
+from kvplane.base.groups import TierKind
 from kvplane.base.step import NO_EXTRA_KEYS, AdmitStatus, ExtraKeys
 from kvplane_core.face.hit_rules import HitRules, LookupExplanation, MissingPrefix
 from kvplane_service.decisions.log import Candidate
@@ -85,6 +86,7 @@ async def explain_prompt(host: ReplicaHost, prompt: Prompt, offload: Offload) ->
     account, tier, tentative = await host.steps.aside(looking)  # the state of this moment
     if tentative is not None:
         return Explanation(prompt.num_tokens, account, tentative, is_complete)
+    peers = _peers(host, prompt, account, tier)
     wanted = await offload(lambda: frozenset(digests))
     history = await _read(host, offload, entries, wanted=wanted)
     others = await _alternatives(history, prompt, offload)
@@ -100,6 +102,7 @@ async def explain_prompt(host: ReplicaHost, prompt: Prompt, offload: Offload) ->
             alternatives=others,
             own_keys=prompt.extra_keys,
             tier=tier,
+            peers=peers,
         )
         return Explainer(spec, history, is_complete).why(question, account)
 
@@ -272,6 +275,15 @@ def _present(host: ReplicaHost, attempt: Attempt, ended: threading.Event) -> Pre
             if blocks:
                 present[KeyName(domain, group, digest)] = frozenset(blocks)
     return present
+
+
+def _peers(host: ReplicaHost, prompt: Prompt, account: LookupExplanation, tier: int | None) -> Sequence[str]:
+    """Return which peers have the missing block, where the tier that has it is theirs."""
+    tiers = host.replica.spec.tiers
+    if account.missing is None or host.peers is None or tier is None or tiers[tier].kind is not TierKind.PEERS:
+        return ()
+    key = prompt.domain, account.missing.group, prompt.digests[account.missing.num_hashes - 1]
+    return host.peers.holders(host.name, key)
 
 
 def _tentative(host: ReplicaHost, prompt: Prompt, missing: MissingPrefix) -> Why | None:

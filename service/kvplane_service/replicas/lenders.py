@@ -65,6 +65,16 @@ class Lender(ABC):
     held: dict[int, Held] = field(default_factory=dict, init=False)
 
     @property
+    def replica(self) -> str:
+        """Its name at its service."""
+        return self.name
+
+    @property
+    def service(self) -> str:
+        """Address of its service; "" = this one."""
+        return ""
+
+    @property
     @abstractmethod
     def num_slots(self) -> int:
         """Slots of its host tier."""
@@ -172,6 +182,16 @@ class RemoteMember(Lender):
     """
 
     arenas: tuple[PeerArena, ...]
+
+    @property
+    def replica(self) -> str:
+        """Its name at its service."""
+        return self.name.partition(" ")[2]
+
+    @property
+    def service(self) -> str:
+        """Address of its service."""
+        return self.name.partition(" ")[0]
 
     @property
     def num_slots(self) -> int:

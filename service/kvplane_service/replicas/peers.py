@@ -95,6 +95,17 @@ class Namespace:
                 found.append(replace(arena, first_slot=other.first, incarnation=other.memory[rank]))
         return found
 
+    def peers_of(self, name: str) -> Iterator[tuple[Lender, bool]]:
+        """Return the replicas that one may read, and whether the workers of all ranks can."""
+        mapped = self._members[name].mapped
+        yield from ((one, set(one.memory) <= mapped) for one in self._others(name))
+
+    def holders(self, name: str, key: Key) -> list[str]:
+        """Return which of the replicas that one may read have a key, each as "REPLICA" or "REPLICA of SERVICE"."""
+        have = self._holders.get(key, {})
+        found = [one for one in self._others(name) if one.name in have]
+        return [f"{one.replica} of {one.service}" if one.service else one.replica for one in found]
+
     def _others(self, name: str) -> Iterator[Lender]:
         """Return the replicas that one may read, and that its tier of peers has room for."""
         me = self._members.get(name)

@@ -157,9 +157,24 @@ def encode_description(entry: Entry, report: StoreReport) -> pb.DescribeReplicaR
         waiting_requests=host.waiting_requests,
         model_name=entry.registration.model_name,
         peer_namespace=entry.namespace.name if entry.namespace is not None else b"",
+        peers=_encode_peers(entry),
         age_ms=host.lifetime_ns // _NS_PER_MS,
         last_seen_ms=host.unused_ns // _NS_PER_MS,
     )
+
+
+def _encode_peers(entry: Entry) -> list[pb.PeerStatus]:
+    found = entry.namespace.peers_of(entry.host.name) if entry.namespace is not None else ()
+    return [
+        pb.PeerStatus(
+            replica=one.replica,
+            service=one.service,
+            num_slots=one.num_slots,
+            held_blocks=len(one.held),
+            is_read=is_read,
+        )
+        for one, is_read in found
+    ]
 
 
 def _encode_mirror(mirror: Mirror) -> pb.MirrorStatus:

@@ -52,6 +52,7 @@ def fields_of(answer: Message) -> dict[str, Any]:
     return ordered
 
 
+MOST_PEERS = 3  # that are named in a line
 _STEP = re.compile(r"\.?([A-Za-z_][\w-]*)|\[(\d+|\*)\]")
 
 
@@ -192,6 +193,16 @@ def sources_line(answer: DescribeReplicaResponse) -> str:
         num_bytes = sum(use.loaded_bytes for worker in answer.workers for use in worker.tiers if use.kind == tier.kind)
         parts.append(f"{tier_word(tier.kind)} {tier.hit_tokens:,} tokens, {size(num_bytes)}")
     return "; ".join(parts)
+
+
+def peers_line(answer: DescribeReplicaResponse) -> str:
+    """Return the peers with the most blocks, such as "a 96 blocks, b of kvplane-1:7070 12 blocks, 3 more"."""
+    most = sorted(answer.peers, key=lambda one: -one.held_blocks)
+    parts = [
+        f"{one.replica}{f' of {one.service}' * bool(one.service)} {counted(one.held_blocks, 'block')}"
+        for one in most[:MOST_PEERS]
+    ]
+    return ", ".join([*parts, *([f"{len(most) - MOST_PEERS:,} more"] if len(most) > MOST_PEERS else [])])
 
 
 def by_reason(counts: Mapping[str, int]) -> str:

@@ -265,7 +265,7 @@ class GroupHit(_message.Message):
     def __init__(self, group: _Optional[int] = ..., kind: _Optional[_Union[_replica_pb2.GroupKind, str]] = ..., hit_tokens: _Optional[int] = ...) -> None: ...
 
 class ExplainResponse(_message.Message):
-    __slots__ = ("num_tokens", "hit_tokens", "longest_hit", "groups", "cut_by", "wanted", "cause", "start", "end", "by", "epoch", "seq", "age_ms", "admit_status", "admit_seq", "log_is_complete", "admit_epoch", "load_ns", "compute_ns", "changes", "admit_needed", "admit_free", "run_seq", "run_needed", "run_free", "run_preempted")
+    __slots__ = ("num_tokens", "hit_tokens", "longest_hit", "groups", "cut_by", "wanted", "cause", "start", "end", "by", "epoch", "seq", "age_ms", "admit_status", "admit_seq", "log_is_complete", "admit_epoch", "load_ns", "compute_ns", "changes", "admit_needed", "admit_free", "run_seq", "run_needed", "run_free", "run_preempted", "peers")
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LONGEST_HIT_FIELD_NUMBER: _ClassVar[int]
@@ -292,6 +292,7 @@ class ExplainResponse(_message.Message):
     RUN_NEEDED_FIELD_NUMBER: _ClassVar[int]
     RUN_FREE_FIELD_NUMBER: _ClassVar[int]
     RUN_PREEMPTED_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
     num_tokens: int
     hit_tokens: int
     longest_hit: int
@@ -318,7 +319,8 @@ class ExplainResponse(_message.Message):
     run_needed: int
     run_free: int
     run_preempted: bool
-    def __init__(self, num_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., longest_hit: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupHit, _Mapping]]] = ..., cut_by: _Optional[_Iterable[int]] = ..., wanted: _Optional[int] = ..., cause: _Optional[_Union[MissCause, str]] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., by: _Optional[str] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., age_ms: _Optional[int] = ..., admit_status: _Optional[int] = ..., admit_seq: _Optional[int] = ..., log_is_complete: bool = ..., admit_epoch: _Optional[int] = ..., load_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., changes: _Optional[_Iterable[_Union[KeyChange, _Mapping]]] = ..., admit_needed: _Optional[int] = ..., admit_free: _Optional[int] = ..., run_seq: _Optional[int] = ..., run_needed: _Optional[int] = ..., run_free: _Optional[int] = ..., run_preempted: bool = ...) -> None: ...
+    peers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, num_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., longest_hit: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupHit, _Mapping]]] = ..., cut_by: _Optional[_Iterable[int]] = ..., wanted: _Optional[int] = ..., cause: _Optional[_Union[MissCause, str]] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., by: _Optional[str] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., age_ms: _Optional[int] = ..., admit_status: _Optional[int] = ..., admit_seq: _Optional[int] = ..., log_is_complete: bool = ..., admit_epoch: _Optional[int] = ..., load_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., changes: _Optional[_Iterable[_Union[KeyChange, _Mapping]]] = ..., admit_needed: _Optional[int] = ..., admit_free: _Optional[int] = ..., run_seq: _Optional[int] = ..., run_needed: _Optional[int] = ..., run_free: _Optional[int] = ..., run_preempted: bool = ..., peers: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RecordRequest(_message.Message):
     __slots__ = ("replica", "divergence", "from_now")

@@ -196,7 +196,7 @@ class DescribeReplicaRequest(_message.Message):
     def __init__(self, replica: _Optional[str] = ..., map_cells: _Optional[int] = ..., with_history: bool = ...) -> None: ...
 
 class DescribeReplicaResponse(_message.Message):
-    __slots__ = ("replica", "spec", "state", "epoch", "free_blocks", "running_requests", "seq", "executed_through", "counters", "num_ranks", "common_prefix_blocks", "residency", "workers", "event_seq", "refusals", "preemptions", "removed_keys", "slowest_steps", "store", "busy_blocks", "mirror", "miss_curve", "core", "tiers", "tier_jobs", "tier_counts", "retained_prefixes", "retained_blocks", "retain_counts", "slack_blocks", "waiting_requests", "model_name", "age_ms", "last_seen_ms", "pool_map", "history", "peer_namespace")
+    __slots__ = ("replica", "spec", "state", "epoch", "free_blocks", "running_requests", "seq", "executed_through", "counters", "num_ranks", "common_prefix_blocks", "residency", "workers", "event_seq", "refusals", "preemptions", "removed_keys", "slowest_steps", "store", "busy_blocks", "mirror", "miss_curve", "core", "tiers", "tier_jobs", "tier_counts", "retained_prefixes", "retained_blocks", "retain_counts", "slack_blocks", "waiting_requests", "model_name", "age_ms", "last_seen_ms", "pool_map", "history", "peer_namespace", "peers")
     class RefusalsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -276,6 +276,7 @@ class DescribeReplicaResponse(_message.Message):
     POOL_MAP_FIELD_NUMBER: _ClassVar[int]
     HISTORY_FIELD_NUMBER: _ClassVar[int]
     PEER_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
     replica: str
     spec: _replica_pb2.ReplicaSpec
     state: ReplicaState
@@ -313,7 +314,22 @@ class DescribeReplicaResponse(_message.Message):
     pool_map: PoolMap
     history: ReplicaHistory
     peer_namespace: bytes
-    def __init__(self, replica: _Optional[str] = ..., spec: _Optional[_Union[_replica_pb2.ReplicaSpec, _Mapping]] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., epoch: _Optional[int] = ..., free_blocks: _Optional[int] = ..., running_requests: _Optional[int] = ..., seq: _Optional[int] = ..., executed_through: _Optional[int] = ..., counters: _Optional[_Union[ReplicaCounters, _Mapping]] = ..., num_ranks: _Optional[int] = ..., common_prefix_blocks: _Optional[_Iterable[int]] = ..., residency: _Optional[_Union[Residency, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[_plan_pb2.WorkerInfo, _Mapping]]] = ..., event_seq: _Optional[int] = ..., refusals: _Optional[_Mapping[str, int]] = ..., preemptions: _Optional[_Mapping[str, int]] = ..., removed_keys: _Optional[_Mapping[str, int]] = ..., slowest_steps: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., store: _Optional[_Union[StoreStatus, _Mapping]] = ..., busy_blocks: _Optional[int] = ..., mirror: _Optional[_Union[MirrorStatus, _Mapping]] = ..., miss_curve: _Optional[_Union[MissCurve, _Mapping]] = ..., core: _Optional[_Union[CoreStatus, _Mapping]] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., tier_jobs: _Optional[_Mapping[str, int]] = ..., tier_counts: _Optional[_Mapping[str, int]] = ..., retained_prefixes: _Optional[int] = ..., retained_blocks: _Optional[int] = ..., retain_counts: _Optional[_Mapping[str, int]] = ..., slack_blocks: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., model_name: _Optional[str] = ..., age_ms: _Optional[int] = ..., last_seen_ms: _Optional[int] = ..., pool_map: _Optional[_Union[PoolMap, _Mapping]] = ..., history: _Optional[_Union[ReplicaHistory, _Mapping]] = ..., peer_namespace: _Optional[bytes] = ...) -> None: ...
+    peers: _containers.RepeatedCompositeFieldContainer[PeerStatus]
+    def __init__(self, replica: _Optional[str] = ..., spec: _Optional[_Union[_replica_pb2.ReplicaSpec, _Mapping]] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., epoch: _Optional[int] = ..., free_blocks: _Optional[int] = ..., running_requests: _Optional[int] = ..., seq: _Optional[int] = ..., executed_through: _Optional[int] = ..., counters: _Optional[_Union[ReplicaCounters, _Mapping]] = ..., num_ranks: _Optional[int] = ..., common_prefix_blocks: _Optional[_Iterable[int]] = ..., residency: _Optional[_Union[Residency, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[_plan_pb2.WorkerInfo, _Mapping]]] = ..., event_seq: _Optional[int] = ..., refusals: _Optional[_Mapping[str, int]] = ..., preemptions: _Optional[_Mapping[str, int]] = ..., removed_keys: _Optional[_Mapping[str, int]] = ..., slowest_steps: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., store: _Optional[_Union[StoreStatus, _Mapping]] = ..., busy_blocks: _Optional[int] = ..., mirror: _Optional[_Union[MirrorStatus, _Mapping]] = ..., miss_curve: _Optional[_Union[MissCurve, _Mapping]] = ..., core: _Optional[_Union[CoreStatus, _Mapping]] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., tier_jobs: _Optional[_Mapping[str, int]] = ..., tier_counts: _Optional[_Mapping[str, int]] = ..., retained_prefixes: _Optional[int] = ..., retained_blocks: _Optional[int] = ..., retain_counts: _Optional[_Mapping[str, int]] = ..., slack_blocks: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., model_name: _Optional[str] = ..., age_ms: _Optional[int] = ..., last_seen_ms: _Optional[int] = ..., pool_map: _Optional[_Union[PoolMap, _Mapping]] = ..., history: _Optional[_Union[ReplicaHistory, _Mapping]] = ..., peer_namespace: _Optional[bytes] = ..., peers: _Optional[_Iterable[_Union[PeerStatus, _Mapping]]] = ...) -> None: ...
+
+class PeerStatus(_message.Message):
+    __slots__ = ("replica", "service", "num_slots", "held_blocks", "is_read")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    SERVICE_FIELD_NUMBER: _ClassVar[int]
+    NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    IS_READ_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    service: str
+    num_slots: int
+    held_blocks: int
+    is_read: bool
+    def __init__(self, replica: _Optional[str] = ..., service: _Optional[str] = ..., num_slots: _Optional[int] = ..., held_blocks: _Optional[int] = ..., is_read: bool = ...) -> None: ...
 
 class PoolMap(_message.Message):
     __slots__ = ("cells", "groups", "other")

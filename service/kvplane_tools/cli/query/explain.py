@@ -46,7 +46,7 @@ _SENTENCES = {
     "differs": "another prompt shares {start} tokens, then differs; the first different token is in {start}..{end}",
     "never_cached": "tokens {start}..{end} were never computed{alike}",
     "last_block_dropped": "all blocks are cached; the draft group drops the last matching one",
-    "in_tier": "tokens {start}..{end} are in the {tier} tier; an admission with LOAD loads them",
+    "in_tier": "tokens {start}..{end} are in the {tier} tier{peers}; an admission with LOAD loads them",
     "too_slow": "tokens {start}..{end}: {lacked} on {tier}, not loaded: {load_s} > {compute_s}",
     "no_job": "tokens {start}..{end}: {lacked} on {tier}, not loaded: too many copy jobs were in flight",
     "given_up": (
@@ -148,6 +148,7 @@ def sentence(answer: ExplainResponse) -> str:
         domain=repr(answer.by) if answer.by else "the default one",
         adapter=repr(answer.by) if answer.by else "or none",
         tier=answer.by,
+        peers=f" ({', '.join(answer.peers)})" if answer.peers else "",
         lacked=" and ".join(f"group {group}" for group in answer.cut_by) + " lacked,",
         load_s=f"{answer.load_ns / 1e9:.3g} s",
         compute_s=f"{answer.compute_ns / 1e9:.3g} s",

@@ -95,6 +95,9 @@ def _description(answer: DescribeReplicaResponse) -> Iterator[str]:
     if answer.tiers:
         yield ""
         yield _tiers(answer)
+    if answer.peers:
+        yield ""
+        yield _peers(answer)
     yield ""
     yield _workers(answer)
     if answer.slowest_steps:
@@ -179,6 +182,14 @@ def _tiers(answer: DescribeReplicaResponse) -> str:
         save += f", {spec.retained_percent}% retained per owner" * (spec.retained_percent > 0)
         sizes = str(tier.num_blocks), str(tier.held_blocks), str(tier.retained_blocks)
         rows.append([name, "all", save, *sizes, "", "", "", str(tier.hit_tokens)])
+    return columns(rows)
+
+
+def _peers(answer: DescribeReplicaResponse) -> str:
+    rows = [("PEER", "SERVICE", "SLOTS", "HELD", "READ")]
+    for one in answer.peers:
+        sizes = str(one.num_slots), str(one.held_blocks)
+        rows.append((one.replica, one.service or "this one", *sizes, "yes" if one.is_read else "not yet"))
     return columns(rows)
 
 

@@ -17,6 +17,7 @@ from kvplane.v1.allocation_pb2 import DescribeReplicaResponse, ReplicaState
 from kvplane_tools.cli.output import (
     age,
     by_reason,
+    peers_line,
     retained_line,
     slack_line,
     sources_line,
@@ -84,6 +85,8 @@ def _tiers(answer: DescribeReplicaResponse) -> Iterable[Text]:
         peers = [use for use in uses if tier_word(use.kind) == "peers"]
         troubles["of_peers_written_again"] = sum(use.discarded_blocks for use in peers)
         troubles["of_peers_gone"] = sum(use.failed_blocks for use in peers)
+        if answer.peers:
+            yield Text.assemble(("peers ", "bright_black"), peers_line(answer))
         yield Text.assemble(("hits ", "bright_black"), sources_line(answer))
         yield Text.assemble(("tiers ", "bright_black"), by_reason(troubles))
 
