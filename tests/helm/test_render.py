@@ -589,3 +589,35 @@ def test_the_token_of_metrics_is_mounted_and_named_to_the_monitor():
     (endpoint,) = the(objects, "ServiceMonitor")["spec"]["endpoints"]
     assert endpoint["authorization"] == {"credentials": {"name": "scrapes", "key": "bearer"}}
     assert "metrics_token_file" not in configuration(Helm3().objects({}))
+
+
+def test_processes_follow_each_other_by_the_names_of_their_pods():
+    objects = Helm3().objects(values_of("ha"))
+    pods = [f"kvplane-{number}.kvplane-headless.caches.svc.cluster.local:7070" for number in range(3)]
+    assert configuration(objects)["peer_services"].split(",") == pods
+    container = the(objects, "StatefulSet")["spec"]["template"]["spec"]["containers"][0]
+    (advertise,) = (one["value"] for one in container["env"] if one["name"] == "KVPLANE_ADVERTISE")
+    assert advertise.replace("$(POD_NAME)", "kvplane-1") == pods[1]
+    assert not {"peer_services_token", "peer_services_ca"} & set(configuration(objects))
+
+
+def test_processes_present_token_and_certificate_to_each_other():
+    values = values_of("tls")
+    before = the(Helm3().objects(values), "Certificate")["spec"]["usages"]
+    objects = Helm3().objects({**values, "peerServices": {"enabled": True, "existingSecret": "s", "key": "bearer"}})
+    found = configuration(objects)
+    assert found["peer_services_token"] == "/etc/kvplane/peers/token"
+    assert found["peer_services_ca"] == "/etc/kvplane/tls/ca.crt"
+    spec = the(objects, "StatefulSet")["spec"]["template"]["spec"]
+    (volume,) = (one["secret"] for one in spec["volumes"] if one["name"] == "peers")
+    assert (volume["secretName"], volume["items"]) == ("s", [{"key": "bearer", "path": "token"}])
+    mounts = {one["name"]: one["mountPath"] for one in spec["containers"][0]["volumeMounts"]}
+    assert (mounts["peers"], mounts["tls"]) == ("/etc/kvplane/peers", "/etc/kvplane/tls")
+    assert the(objects, "Certificate")["spec"]["usages"] == [*before, "client auth"]
+
+
+@pytest.mark.parametrize(("values", "is_said"), [({"replicas": 2}, True), (values_of("ha"), False), ({}, False)])
+def test_notes_say_how_processes_share_what_is_cached(values, is_said):
+    store = {"store": {"type": "builtin"}}
+    (text,) = (text for path, text in Helm4().files({**store, **values}).items() if path.endswith("NOTES.txt"))
+    assert ("peerServices.enabled=true" in text) == is_said

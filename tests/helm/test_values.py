@@ -102,6 +102,30 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"metrics": {"enabled": False, "token": {"existingSecret": "s"}}},
         "metrics.token protects nothing",
     ),
+    "processes that come and go": (
+        {"store": EXTERNAL, "autoscaling": {"enabled": True}, "peerServices": {"enabled": True}},
+        "autoscaling.enabled starts and ends others: choose one",
+    ),
+    "peers twice": (
+        {"config": {"peer_services": "far:7070"}, "peerServices": {"enabled": True}},
+        "both name the services to follow",
+    ),
+    "a token for no peer": ({"peerServices": {"existingSecret": "s"}}, "but nothing is followed"),
+    "peers without a token": (
+        {
+            "peerServices": {"enabled": True},
+            "auth": {"existingSecret": "s", "ownersKey": "o", "tokensKey": "t"},
+        },
+        "peerServices has no token for the other processes",
+    ),
+    "a token of peers in plain text": (
+        {"peerServices": {"enabled": True, "existingSecret": "s"}},
+        "peerServices.existingSecret would cross the network in plain text",
+    ),
+    "peers that cannot be verified": (
+        {"peerServices": {"enabled": True}, "tls": {"enabled": True, "existingSecret": "s", "caKey": ""}},
+        "peerServices cannot verify the other processes: name tls.caKey",
+    ),
     "one port twice": ({"ports": {"health": 7070}}, "must differ"),
     "too little time": ({"terminationGracePeriodSeconds": 25}, "give more than 25"),
     "a variable of the chart": (

@@ -324,6 +324,13 @@ def broken_state() -> Series:
     return scenario.repeat(check)
 
 
+def lost_peer_service() -> Series:
+    return {
+        f'kvplane_peer_service_followed{{service="{address}"}}': [followed] * 60
+        for address, followed in (("far:7070", 0.0), ("near:7070", 1.0))
+    }
+
+
 def wrong_claims() -> Series:
     wrong = 'kvplane_router_wrong_tokens_total{place="r",cause="unexplained"}'
     return {
@@ -369,6 +376,7 @@ SCENARIOS: dict[str, Callable[[], Series]] = {
     "KvplaneTierSavesLost": tiered.lost_saves,
     "KvplaneTierLoadsFail": tiered.failing_loads,
     "KvplanePeersUnread": tiered.unread_peers,
+    "KvplanePeerServiceLost": lost_peer_service,
     "KvplaneRouterClaimsWrong": wrong_claims,
     "KvplaneRouterEntriesDiffer": contradicted,
     "KvplaneRouterHashesUnproven": unproven_place,
@@ -432,6 +440,8 @@ def expected_alert(rule: Alert) -> Alert:
         labels["replica"] = "r"
     if "by (place" in rule["expr"]:
         labels["place"] = "r"
+    if "by (service" in rule["expr"]:
+        labels["service"] = "far:7070"
     if "by (replica, rank, tier)" in rule["expr"]:
         labels |= {"rank": "0", "tier": "disk" if rule["alert"] == "KvplaneTierSuspended" else "host"}
     if rule["alert"] == "KvplaneDown":

@@ -19,6 +19,7 @@ from kvplane_service.config import Config
 from kvplane_service.process import peer_services
 from kvplane_service.process.app import App
 from kvplane_service.rpc import workers
+from kvplane_service.telemetry.collector import ServiceCollector
 from kvplane_worker.engine.request import Request
 from tests.engine.stress import FULL, Report, compare
 from tests.engine.world import World
@@ -134,6 +135,22 @@ async def test_what_a_stopped_service_has_lost_meanwhile_is_computed(monkeypatch
                 monkeypatch.setattr(peer.memory, "read", lambda *_: False)
             assert answered(world, "q") == (0, [])
             assert world.engine.counts.loads == 1
+
+
+def metric_of(app: App) -> list[float]:
+    families = ServiceCollector(app.registry).collect()
+    (family,) = (one for one in families if one.name == "kvplane_peer_service_followed")
+    return [sample.value for sample in family.samples]
+
+
+async def test_the_metric_is_there_only_where_a_replica_could_load():
+    app = App(Config(listen="127.0.0.1:0", peer_services="127.0.0.1:1"))
+    assert metric_of(app) == []
+    site = Site(1, pool_of(1, (FULL,)), registry=app.registry)
+    assert metric_of(app) == [0.0]
+    app.registry.peer_services["127.0.0.1:1"] = True
+    assert metric_of(app) == [1.0]
+    site.close()
 
 
 async def test_a_service_that_has_nothing_new_to_say_is_followed_on(caplog):

@@ -76,6 +76,17 @@ auth_jwt_audience: {{ .jwtAudience | quote }}
 auth_owners: {{ printf "%s/auth/%s" $dir .ownersKey | quote }}
 {{- end }}
 {{- end }}
+{{- with .Values.peerServices }}
+{{- if .enabled }}
+peer_services: {{ include "kvplane.processes" $ | quote }}
+{{- if .existingSecret }}
+peer_services_token: {{ $dir }}/peers/token
+{{- end }}
+{{- if $.Values.tls.enabled }}
+peer_services_ca: {{ $dir }}/tls/{{ $.Values.tls.caKey }}
+{{- end }}
+{{- end }}
+{{- end }}
 {{- if .Values.auditLog }}
 audit_log: {{ .Values.auditLog | quote }}
 {{- end }}

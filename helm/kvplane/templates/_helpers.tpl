@@ -129,6 +129,15 @@ cluster and generate another one, once per rendering: every object of a renderin
 *.{{ include "kvplane.fullname" . }}-headless.{{ .Release.Namespace }}.svc.{{ .Values.clusterDomain }}
 {{- end }}
 
+{{/* The address of each service process, by the name of its pod. */}}
+{{- define "kvplane.processes" -}}
+{{- $addresses := list -}}
+{{- range until (int .Values.replicas) -}}
+{{- $addresses = append $addresses (printf "%s-%d.%s:%d" (include "kvplane.fullname" $) . (include "kvplane.pods" $ | trimPrefix "*.") (int $.Values.ports.grpc)) -}}
+{{- end -}}
+{{- join "," $addresses -}}
+{{- end }}
+
 {{/* Not empty if clients must authenticate. */}}
 {{- define "kvplane.auth" -}}
 {{- if .Values.auth.existingSecret }}on{{ end -}}

@@ -64,7 +64,7 @@ store.sqlite.storageClassName: installed with {{ $spec.storageClassName | defaul
 {{/* Secrets that values name, and their keys, that are not there, a line each; empty where the cluster cannot be read. */}}
 {{- define "kvplane.missing" -}}
 {{- if lookup "v1" "ServiceAccount" .Release.Namespace "default" }}
-{{- $keys := dict "auth" (list "ownersKey" "tokensKey" "jwksKey") "access" (list "tokenKey" "certKey" "keyKey") "tls" (list "tls.crt" "tls.key") "tls.clientCA" (list "key") "metrics.token" (list "key") }}
+{{- $keys := dict "auth" (list "ownersKey" "tokensKey" "jwksKey") "access" (list "tokenKey" "certKey" "keyKey") "tls" (list "tls.crt" "tls.key") "tls.clientCA" (list "key") "metrics.token" (list "key") "peerServices" (list "key") }}
 {{- $_ := merge $keys (dict "store.external" (list "usernameKey" "passwordKey" "caKey" "certKey" "keyKey") "store.sealing" (list "key") "store.builtin" (list "passwordKey")) }}
 {{- range $path, $names := $keys }}
 {{- $value := $.Values }}

@@ -53,6 +53,9 @@
 {{- if include "kvplane.lease" . }}
 - {name: account, mountPath: "{{ $dir }}/account", readOnly: true}
 {{- end }}
+{{- if .Values.peerServices.existingSecret }}
+- {name: peers, mountPath: "{{ $dir }}/peers", readOnly: true}
+{{- end }}
 {{- include "kvplane.serverMounts" . }}
 {{- with .Values.extraVolumeMounts }}
 {{ toYaml . }}
@@ -126,6 +129,12 @@
     sources:
       - serviceAccountToken: {path: token, expirationSeconds: 3607}
       - configMap: {name: kube-root-ca.crt, items: [{key: ca.crt, path: ca.crt}]}
+{{- end }}
+{{- with .Values.peerServices }}
+{{- if .existingSecret }}
+- name: peers
+  secret: {secretName: {{ .existingSecret | quote }}, defaultMode: 0440, items: [{key: {{ .key | quote }}, path: token}]}
+{{- end }}
 {{- end }}
 {{- include "kvplane.serverVolumes" . }}
 {{- with .Values.extraVolumes }}

@@ -1,7 +1,7 @@
 {{/* Contradicting values: all of them in one message, each with its remedy. */}}
 {{- define "kvplane.validate" -}}
 {{- $wrong := list -}}
-{{- range $check := list "store" "tls" "auth" "scale" "pods" "policy" "router" "worker" "ownership" "installed" -}}
+{{- range $check := list "store" "tls" "auth" "scale" "peers" "pods" "policy" "router" "worker" "ownership" "installed" -}}
 {{- range $line := include (printf "kvplane.validate.%s" $check) $ | splitList "\n" -}}
 {{- with trim $line }}{{ $wrong = append $wrong (printf "  - %s" .) }}{{ end -}}
 {{- end -}}
@@ -151,6 +151,28 @@ metrics.serviceMonitor has no endpoint to scrape: set metrics.enabled=true
 {{- end }}
 {{- if and .Values.metrics.token.existingSecret (not .Values.metrics.enabled) }}
 metrics.token protects nothing: set metrics.enabled=true
+{{- end }}
+{{- end }}
+
+{{- define "kvplane.validate.peers" -}}
+{{- $peers := .Values.peerServices }}
+{{- if and $peers.enabled .Values.autoscaling.enabled }}
+peerServices names the processes that `replicas` gives, and autoscaling.enabled starts and ends others: choose one
+{{- end }}
+{{- if and $peers.enabled .Values.config.peer_services }}
+peerServices and config.peer_services both name the services to follow: choose one
+{{- end }}
+{{- if and $peers.existingSecret (not $peers.enabled) }}
+peerServices.existingSecret is given, but nothing is followed: set peerServices.enabled=true, or remove it
+{{- end }}
+{{- if and $peers.enabled (include "kvplane.auth" .) (not $peers.existingSecret) (ne .Values.tls.clientAuth "require") }}
+peerServices has no token for the other processes: name peerServices.existingSecret
+{{- end }}
+{{- if and $peers.existingSecret (not .Values.tls.enabled) }}
+peerServices.existingSecret would cross the network in plain text: set tls.enabled=true
+{{- end }}
+{{- if and $peers.enabled .Values.tls.enabled (not .Values.tls.caKey) }}
+peerServices cannot verify the other processes: name tls.caKey
 {{- end }}
 {{- end }}
 

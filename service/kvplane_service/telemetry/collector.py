@@ -271,11 +271,12 @@ class ServiceCollector(Collector):
         yield CounterMetricFamily("kvplane_expired_replicas", expired, known.num_expired)
         services = GaugeMetricFamily(
             "kvplane_peer_service_followed",
-            "1 while a service of peer_services says what its replicas hold, for replicas here that could load it.",
+            "1 while a service of peer_services says what its replicas hold; only where a replica here could load it.",
             labels=("service",),
         )
-        for address, is_followed in self._registry.peer_services.items():
-            services.add_metric((address,), is_followed)
+        if any(one.has_readers for one in self._registry.namespaces.values()):
+            for address, is_followed in self._registry.peer_services.items():
+                services.add_metric((address,), is_followed)
         yield services
 
     def _of(self, entries: Sequence[Entry]) -> Iterator[Metric]:
