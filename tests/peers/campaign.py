@@ -20,11 +20,14 @@ from threading import Timer
 from typing import Any
 from unittest import mock
 
+from kvplane.base.hashing import split_hashes
 from kvplane.base.sections import Peers
+from kvplane.base.step import NO_EXTRA_KEYS
 from kvplane_service.config import Config
 from kvplane_service.registry import Registry
 from kvplane_service.replicas import peers as board
 from kvplane_service.replicas.lenders import Member
+from kvplane_service.unary.hashing import hash_tokens
 from kvplane_worker.engine.config import BOS, AttentionLayer, LayerConfig
 from kvplane_worker.engine.request import Request
 from kvplane_worker.nixl.messages import PACKAGES
@@ -32,6 +35,7 @@ from kvplane_worker.tiers import Movers, PeerSlots
 from kvplane_worker.tiers.arena import PeerMemory
 from tests.engine.faults import Fault
 from tests.engine.stress import DENSE, FULL, STATE, Report, compare
+from tests.engine.world import World
 from tests.peers.ledger import LEDGER, CheckedOps, CheckedPeers, Ledger, NotedSlots
 from tests.peers.memories import MEMORIES, READERS, Memory, ScattersFirst, Skips, SkipsSecond
 from tests.peers.site import CONFIG, NAMESPACE, Site, pool_of
@@ -68,6 +72,8 @@ class Outcome:
         kind: of the run.
         only_peers: tokens, in whole blocks, of prompts that another engine had served, and this one had not.
         loaded: of these, tokens that were loaded instead of computed.
+        held: of these, tokens that host tiers of peers held when the prompt was asked; counted for full attention.
+        loaded_held: of these, tokens that were loaded.
         wrong: copies that were accepted, and are not what the index names.
         leaks: what is left.
         of_groups: accepted copies by group.
@@ -78,6 +84,8 @@ class Outcome:
     report: Report = field(default_factory=Report)
     only_peers: int = 0
     loaded: int = 0
+    held: int = 0
+    loaded_held: int = 0
     loads: int = 0
     accepted: int = 0
     refused: int = 0
@@ -92,15 +100,20 @@ class Outcome:
         return self.report.differing + self.report.off
 
     @property
+    def held_share(self) -> float:
+        return self.loaded_held / self.held if self.held else 1.0
+
+    @property
     def is_good(self) -> bool:
         return not self.differing and not self.wrong and not self.leaks
 
     def line(self) -> str:
         share = f"{self.loaded / self.only_peers:6.1%}" if self.only_peers else "     -"
+        held = f" ({self.held_share:.1%} of {self.held} held)" if self.held else ""
         return (
             f"{self.kind:27} {self.report.requests:5} requests, {self.loads:4} loads, {share} of"
-            f" {self.only_peers:6} tokens, {self.accepted:5} copies, {self.refused:4} refused, {self.torn:3} torn,"
-            f" {self.late:2} late, {self.differing} tokens differ, {len(self.wrong)} wrong copies,"
+            f" {self.only_peers:6} tokens{held}, {self.accepted:5} copies, {self.refused:4} refused,"
+            f" {self.torn:3} torn, {self.late:2} late, {self.differing} tokens differ, {len(self.wrong)} wrong copies,"
             f" {len(self.leaks)} leaks"
         )
 
@@ -156,6 +169,7 @@ class Run:
         self._seen: list[set[int]] = [set() for _ in self.site.worlds]  # prompts that each engine knows
         self._number, self._lives = 0, len(self.site.worlds)
         self._asked: dict[str, int] = {}  # the engine of each request
+        self._held: dict[str, int] = {}  # by request: tokens that only peers held
         self._prompts = [self._text(self._rng.randrange(60, 160)) for _ in range(12)]
 
     def _registries(self, count: int) -> Sequence[Registry]:
@@ -236,13 +250,27 @@ class Run:
         expected = len(self._prompts[which]) // BLOCK * BLOCK if any(which in one for one in self._seen) else 0
         self._open[request.request_id] = request, which, expected * is_new
         self._asked[request.request_id] = number
+        self._held[request.request_id] = self._held_by_peers(self.site.worlds[number], prompt) * is_new
         self.site.worlds[number].engine.add(request)
+
+    def _held_by_peers(self, world: World, prompt: Sequence[int]) -> int:
+        """How many leading tokens of a prompt the host tiers hold that an engine may read."""
+        namespace = world.registry.get(world.name).namespace
+        if namespace is None or len(world.pool.model.layers) > 1:
+            return 0  # of windows and states, what a hit needs is not every block
+        scheme = world.host.scheme
+        digests = split_hashes(hash_tokens(scheme, prompt, NO_EXTRA_KEYS, None).hashes, scheme.digest.size)
+        held = [bool(namespace.holders(world.name, ("", 0, one))) for one in digests[: (len(prompt) - 1) // BLOCK]]
+        return BLOCK * (*held, False).index(False)
 
     def _finish(self, number: int, request: Request) -> None:
         _, which, expected = self._open.pop(request.request_id)
         if self._prompts[which] == request.prompt[: len(self._prompts[which])]:
             self._seen[number].add(which)
         self.outcome.only_peers += expected
+        held = self._held.pop(request.request_id, 0)
+        self.outcome.held += held
+        self.outcome.loaded_held += min(held, request.hits[-1]) if request.hits else 0
         self.outcome.loaded += min(expected, request.hits[-1]) if request.hits else 0
         self.outcome.report.requests += 1
         if not request.error:

@@ -15,7 +15,7 @@ from itertools import cycle
 from typing import Any
 
 from kvplane import wire
-from kvplane.base.errors import Unavailable
+from kvplane.base.errors import NotFound, Unavailable
 from kvplane.base.groups import SavePolicy, TierKind, TierSpec
 from kvplane.base.step import RowFlag
 from kvplane.base.worker import PeerArena, WorkerInfo, WorkerState
@@ -127,7 +127,10 @@ class Site:
                 peers.set_peers([made for one in arenas if (made := self.peer(world, one, rank)) is not None])
                 for peer in before:
                     peer.memory.close()
-                entry.workers.renew(self.info(world, rank))
+                try:
+                    entry.workers.renew(self.info(world, rank))
+                except NotFound:  # its lease has expired: workers register again
+                    entry.workers.register(self.info(world, rank))
 
     def report(self) -> None:
         """Let each service take what the others report."""
