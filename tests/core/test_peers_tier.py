@@ -121,6 +121,29 @@ def test_what_a_peer_has_is_not_saved_and_nothing_is_saved_at_peers():
     inspect.check(engine.replica)
 
 
+@pytest.mark.parametrize("behind", [(), (PEERS,)], ids=["alone", "lent"])
+def test_a_host_tier_that_peers_read_keeps_what_was_computed_last(behind):
+    """Alone it evicts first what the device has too; peers would read that, and read the host tier alone."""
+    engine = Mover(full(), tiers=(TierSpec(TierKind.HOST, 24, SavePolicy.THROUGH), *behind), num_blocks=21)
+    texts = ["".join(chr(1000 + 16 * number + letter) for letter in range(16)) for number in range(12)]
+    for text in texts:
+        engine.serve(1, text)
+        engine.report()
+    host = engine.tiers.each[0]
+    kept = [host.find(("", 0, one)) is not None for text in texts[-3:-1] for one in digests(SPEC, text)]
+    assert all(kept) == bool(behind)
+    inspect.check(engine.replica)
+
+
+def test_a_load_makes_a_key_of_a_host_tier_that_peers_read_the_last_to_be_evicted():
+    engine = host_and_peer()
+    engine.save("ddddeeee")
+    engine.cache(jobs_done=engine.ask(3, TEXT[:8] + "x").result.admit_job)
+    host = engine.tiers.each[0]
+    assert not host.shadows
+    assert [key for key, _ in host.in_order()][-2:] == [("", 0, one) for one in digests(SPEC, TEXT[:8])]
+
+
 def test_a_new_life_and_a_reset_know_nothing_of_peers():
     engine = knowing()
     engine.replica.begin_epoch(engine.replica.epoch + 1, engine.shown())

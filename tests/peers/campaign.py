@@ -53,7 +53,8 @@ KINDS_OF_TWO = ("sound", "wrong bytes", "another slot", "killed", "restarted", "
 HAS_NIXL = any(find_spec(name) for name in PACKAGES)
 KINDS_OF_GROUPS = ("sound", "wrong bytes", "another slot", "torn reads", "killed")
 # Slots of a host tier that forgets what peers are just reading, what they were sent of, or nothing.
-FEW_SLOTS, CHURN_SLOTS, MANY_SLOTS = 14, 30, 400
+FEW_SLOTS, CHURN_SLOTS, FULL_SLOTS, MANY_SLOTS = 14, 30, 60, 400
+FULL_HOST = "sound, full host"  # host tiers that evict while peers read what is newest in them
 MOST_OPEN = 3
 BLOCK, IDLE_SHARE, STRIKES, CUTS, REPORTS = 16, 0.5, 0.02, 0.05, 0.5
 READ_S, SHORT_READ_S, STOPPED_S, STOPS = (
@@ -158,7 +159,9 @@ class Run:
         self._kind, _, groups = kind.partition(" of ")
         kind, layers = self._kind, GROUPS.get(groups, (FULL,))
         fault = Fault(kind, "", slots=NotedSlots, peers=reader, ops=CheckedOps, movers=movers)
-        slots = {"sound": MANY_SLOTS, "late": FEW_SLOTS, "torn reads": FEW_SLOTS}.get(kind, CHURN_SLOTS)
+        slots = {"sound": MANY_SLOTS, FULL_HOST: FULL_SLOTS, "late": FEW_SLOTS, "torn reads": FEW_SLOTS}.get(
+            kind, CHURN_SLOTS
+        )
         config = replace(CONFIG, load_deadline_s=0.1 if kind == "slow" else 30.0)
         sizes = {"num_blocks": 30 * len(layers) ** 2, "max_model_len": 200}
         pool = pool_of(3, layers, slots * len(layers), **sizes, **(DENSE if groups else {}))

@@ -11,10 +11,10 @@ import time
 
 from kvplane_worker.engine.request import Request
 from tests.engine.stress import compare
-from tests.peers.campaign import BLOCK, OF_TWO, Outcome, Run
+from tests.peers.campaign import BLOCK, FULL_HOST, OF_TWO, Outcome, Run
 
 PREFILL = 0
-KINDS = ("sound", "wrong bytes", "killed", "late", "sound of windows", "sound of states", "sound" + OF_TWO)
+KINDS = ("sound", "wrong bytes", "killed", "late", "sound of windows", "sound of states", "sound" + OF_TWO, FULL_HOST)
 ROUNDS = 8  # in a row without a save of the prefill engine, before what it computed is asked of another
 MOST_S = 30.0  # that the saves may take
 

@@ -339,7 +339,7 @@ class TierLoads {
         for (const Filled& row : load.rows) {
             pool_.Register(row.block, row.key, row.num_tokens);
             const uint32_t record = TierOf(row.source).RecordOf(row.source.slot);
-            for (Tier& one : tiers_.each) one.MakeShadow(record);
+            for (Tier& one : tiers_.each) one.NoteOnDevice(record);
         }
         tracker_.NoteKeys(load.request, pool_.step);
         pool_.step = step;

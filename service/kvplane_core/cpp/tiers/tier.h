@@ -62,6 +62,7 @@ class Tier {
         state.reserve(most);
         stale.Resize(most);
         is_of_peers = medium == kPeers;
+        is_lent = replica_spec.tiers.back().medium == kPeers && !is_of_peers;
         links_.reserve(most + kFirstLink);
         links_.assign(kFirstLink, Link());
         for (uint32_t queue = 0; queue < kFirstLink; ++queue) links_[queue] = {queue, queue};
@@ -174,6 +175,13 @@ class Tier {
         if (retentions_.PriorityOf(key, place) != retained.PriorityAt(static_cast<uint32_t>(slot))) Refresh(slot);
     }
 
+    // Records that the device has the key too. What peers read has no shadows: what the device has is what they lack.
+    void NoteOnDevice(uint32_t record) {
+        const Int slot = SlotWith(directory_[record]);
+        if (!is_lent) return MakeShadow(record);
+        if (slot != kNoSlot) Refresh(slot);
+    }
+
     // Records that the device has the key again.
     void MakeShadow(uint32_t record) {
         const Int slot = SlotWith(directory_[record]);
@@ -253,6 +261,7 @@ class Tier {
 
     const Int number, medium, num_slots, most_retained;  // most_retained: keys of one owner
     bool is_of_peers = false;     // its slots are those of peers: they are never written, free or evicted here
+    bool is_lent = false;         // peers read it
     Int place = kDevice;          // number of this place in `RetainedBlocks`; kDevice if the tier retains nothing
     PriorityLists retained;       // the slots whose key is retained, and no shadow
     Wanted wanted;                // what is copied here early

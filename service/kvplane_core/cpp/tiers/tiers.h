@@ -281,7 +281,7 @@ class Tiers {
         Tier& tier = each[static_cast<size_t>(number)];
         tier.EndWrite(slot, is_good, job);
         if (!is_good) return;
-        if (is_save && tier.wanted.IsEarly()) tier.MakeShadow(tier.RecordOf(slot));  // until the device evicts it next
+        if (is_save && tier.wanted.IsEarly()) tier.NoteOnDevice(tier.RecordOf(slot));
         Tier* const next = Behind(number);
         if (next != nullptr && next->wanted.policy == kThrough) next->wanted.Add(slot, static_cast<uint64_t>(job));
     }

@@ -319,7 +319,7 @@ class TierLoads:
         for row in load.rows:
             pool.register(row.block, row.key, row.num_tokens)
             for tier in self._tiers.each:
-                tier.make_shadow(row.key)
+                tier.note_on_device(row.key)
         self._tracker.note_keys(load.request, pool.step)
         pool.step = step
         if pool.with_events:

@@ -22,13 +22,15 @@ class Tier:
 
     Keys are evicted in the order of least recent use. A key that a load has put on the device again is a *shadow*: the
     device has it too, so shadows are evicted before all others, until the device is about to evict the key again. A key
-    that is retained here, and is no shadow, is evicted after all others, those of a lower priority first.
+    that is retained here, and is no shadow, is evicted after all others, those of a lower priority first. A tier that
+    peers read has no shadows: what the device has is what they lack, and they read this tier alone.
 
     Attributes:
         number: index of the tier in the spec.
         medium: what the tier is called in events.
         num_slots: number of slots.
         is_of_peers: whether its slots are those of peers: they are never written, free or evicted here.
+        is_lent: whether peers read it.
         recent: slot of each key that is neither a shadow nor retained; the one to evict first is the first.
         shadows: the same, of the shadows.
         kept: slot of each key that is retained.
@@ -65,6 +67,7 @@ class Tier:
         self.hit_tokens = 0
         self._block_sizes = block_sizes
         self.is_of_peers = spec.kind is TierKind.PEERS
+        self.is_lent = False
         self._with_events = with_events and not self.is_of_peers
         self.recent: dict[Key, int] = {}
         self.shadows: dict[Key, int] = {}
@@ -187,6 +190,13 @@ class Tier:
         """Put the key where it belongs now that other prefixes are retained."""
         slot = self.find(key)
         if slot is not None and key not in self.shadows and self.priority_of(key) != self.retained.priority.get(slot):
+            self.refresh(key)
+
+    def note_on_device(self, key: Key) -> None:
+        """Record that the device has the key too."""
+        if not self.is_lent:
+            self.make_shadow(key)
+        elif self.find(key) is not None:
             self.refresh(key)
 
     def make_shadow(self, key: Key) -> None:

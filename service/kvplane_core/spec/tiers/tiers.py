@@ -116,6 +116,8 @@ class Tiers:
         sizes = tuple(group.block_size for group in spec.groups)
         retained = pool.retained
         self.each = tuple(Tier(number, tier, sizes, spec.events, retained) for number, tier in enumerate(spec.tiers))
+        for one in self.each:
+            one.is_lent = self.each[-1].is_of_peers and not one.is_of_peers
         retained.holders = self.each if retained.tiers else ()
         self.jobs = Jobs()
         self.counters = TierCounters()
@@ -330,7 +332,7 @@ class Tiers:
             return
         tier.store(write.key, write.slot, job)
         if tier.wanted.is_early and isinstance(write, Save):
-            tier.make_shadow(write.key)  # until the device is about to evict it
+            tier.note_on_device(write.key)  # until the device is about to evict it
         for behind in self.each[tier.number + 1 : tier.number + 2]:
             if behind.wanted.policy is SavePolicy.THROUGH:
                 behind.wanted.add(write.slot, job)
