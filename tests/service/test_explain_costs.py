@@ -10,6 +10,7 @@ from itertools import count
 import pytest
 
 from kvplane.base.step import Admit, End, Facts, News, Part, Run
+from kvplane_service.explain import history
 from kvplane_service.explain.causes import Cause
 from kvplane_service.explain.service import Prompt, explain_block, explain_prompt, explain_request
 from kvplane_service.replicas.host import ReplicaHost
@@ -64,6 +65,42 @@ def test_a_known_request_costs_a_bounded_number_of_calls_per_entry(host, rows):
     turns = Turns("explanations", 0)
     calls = calls_of(lambda: asyncio.run(explain_request(host, name, turns, at_once)))
     assert STEPS < calls < CALLS_PER_ENTRY * STEPS
+
+
+def admitted_together(rows: int, domains: bool) -> ReplicaHost:
+    """A host that admitted this many requests in one step, each in a cache domain of its own or all in one."""
+    world = HostWorld(spec=spec_of(3 * rows + 100, max_in_flight_tokens=rows * 4 * BLOCK))
+    slots, engine = [*range(rows)], world.open()
+    tokens, names = [token for row in slots for token in [row] * 2 * BLOCK], [f"request-{row}" for row in slots]
+    of_rows = [f"domain-{row}" for row in slots] if domains else []
+    news = News(slot=slots, num_tokens=[2 * BLOCK] * rows, tokens=tokens, request_id=names, domain=of_rows)
+    engine.step(Part(news=news, admit=Admit(slot=slots)))
+    return world.host
+
+
+@pytest.mark.parametrize("domains", [False, True])
+def test_requests_that_are_admitted_together_cost_the_same_each(domains):
+    def explain(host: ReplicaHost, rows: int) -> None:
+        turns = Turns("explanations", 0)
+        asyncio.run(explain_request(host, f"request-{rows - 1}", turns, at_once))
+        asyncio.run(explain_block(host, 5, turns, at_once))
+        asyncio.run(explain_prompt(host, Prompt([bytes(32)], BLOCK + 1, "another domain"), at_once))
+
+    few, many = (calls_of(partial(explain, admitted_together(rows, domains), rows)) for rows in (128, 512))
+    assert many < 5 * few
+
+
+def test_the_blocks_of_a_step_are_read_once_however_many_requests_it_admits(monkeypatch):
+    """They are passed over in C, of which no call is counted."""
+    real, made = history._Piece.takers, list[int]()
+
+    def takers(piece):
+        made.append(piece.number)
+        return real(piece)
+
+    monkeypatch.setattr(history._Piece, "takers", takers)
+    asyncio.run(explain_block(admitted_together(128, domains=False), 5, Turns("explanations", 0), at_once))
+    assert 0 < len(made) < 4
 
 
 def test_a_name_that_others_contain_costs_no_second_reading(host, rows):

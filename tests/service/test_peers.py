@@ -141,7 +141,7 @@ def test_metadata_of_an_agent_goes_to_workers_that_may_read_its_memory_and_is_no
     (given,) = entry.namespace.arenas(second.name, 0)
     assert given.nixl_arena == b"metadata"
     assert entry.namespace.arenas("a replica of another namespace", 0) == []
-    (shown,) = encode_description(entry, StoreReport(StoreState.OFF)).workers
+    (shown,) = encode_description(entry, StoreReport(StoreState.OFF), []).workers
     assert (shown.host_incarnation, shown.nixl_arena) == (given.incarnation, b"")
 
 

@@ -68,7 +68,7 @@ def metrics_of(served):
 
 
 def described(served):
-    return encode_description(served.entry, StoreReport(StoreState.OFF))
+    return encode_description(served.entry, StoreReport(StoreState.OFF), served.host.replica.group_counters())
 
 
 def test_metrics_count_what_the_tiers_hold_and_did(served):

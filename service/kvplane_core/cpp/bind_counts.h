@@ -41,7 +41,7 @@ inline std::vector<Column> GroupTotals(Replica& replica) {
 }
 
 // Per group (blocks in tables, blocks with a primary key, allocated, adopted, evicted keys).
-inline std::vector<Column> GroupCounters(Replica& replica) {
+inline std::vector<Column> CountByGroup(Replica& replica) {
     const BlockPool& pool = PoolOf(replica);
     std::vector<Column> counts;
     std::vector<uint8_t> seen(static_cast<size_t>(pool.num_blocks), 0);
@@ -61,11 +61,17 @@ inline std::vector<Column> GroupCounters(Replica& replica) {
     return counts;
 }
 
+// The same, while other threads run Python.
+inline PyObject* GroupCounters(Core& core) {
+    std::vector<Column> counts;
+    WorkAlone(core, [&] { counts = CountByGroup(core.replica); });
+    return ToPy(counts);
+}
+
 // Per group the held and the cached blocks of each cell, then the other blocks in use; block b is in cell
 // b * cells / num_blocks.
-inline std::vector<Column> BlockMap(Replica& replica, Int cells) {
+inline std::vector<Column> CountByCell(Replica& replica, Int cells) {
     const BlockPool& pool = PoolOf(replica);
-    Require(cells > 0 && cells <= pool.num_blocks, "as many cells as blocks at most");
     const size_t groups = replica.blocks.managers.size();
     std::vector<Column> map(2 * groups + 1, Column(static_cast<size_t>(cells), 0));
     std::vector<uint8_t> group_of(static_cast<size_t>(pool.num_blocks), static_cast<uint8_t>(groups));
@@ -87,6 +93,14 @@ inline std::vector<Column> BlockMap(Replica& replica, Int cells) {
         }
     }
     return map;
+}
+
+// The same, while other threads run Python.
+inline PyObject* BlockMap(Core& core, Int cells) {
+    Require(cells > 0 && cells <= PoolOf(core.replica).num_blocks, "as many cells as blocks at most");
+    std::vector<Column> map;
+    WorkAlone(core, [&] { map = CountByCell(core.replica, cells); });
+    return ToPy(map);
 }
 
 // Per group, how many leading blocks are the same in the tables of all running requests.

@@ -12,7 +12,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import nlargest
 from itertools import chain
-from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
 from kvplane.base.step import CacheEvent, Facts, Part, PartResult, Step
@@ -20,6 +19,7 @@ from kvplane_core.face.cache_events import runs_of
 from kvplane_service.decisions.packed_log import MAX_WAITING, LogBudget, PackedLog
 from kvplane_service.decisions.packing import Decision as Decision
 from kvplane_service.decisions.packing import (
+    Took,
     events_of_packed,
     pack_decision,
     pack_events,
@@ -134,6 +134,7 @@ class DecisionLog(PackedLog[Entry, _Packed]):
         super().__init__(max_entries, budget)
         self._followers: list[Follower] = []
         self._later: list[Follower] = []
+        self._took = dict[int, tuple[Took, bytes]]()  # of the slowest, by the identity of the entry, which it keeps
         self._unread: deque[Entry] = deque()  # the newest entries, which those followers do not have yet
 
     def __iter__(self) -> Iterator[Entry]:
@@ -172,12 +173,14 @@ class DecisionLog(PackedLog[Entry, _Packed]):
         for follower in self._followers:
             follower(entry)
 
-    def slowest(self, count: int) -> list[Decision]:
-        """Return the `count` decisions that took longest, slowest first."""
-        packed = (entry for entry in self._kept if isinstance(entry, bytes))
-        candidates = [unpack_decision(raw) for raw in nlargest(count, packed, key=slowness_of)]
-        candidates += [entry for entry in self._kept if isinstance(entry, Decision)]
-        return nlargest(count, candidates, key=attrgetter("took_ns"))
+    def slowest(self, count: int) -> list[Took]:
+        """Return how long the `count` steps that took longest did, slowest first. Each entry is decoded once."""
+        packed = nlargest(count, (entry for entry in self._kept if isinstance(entry, bytes)), key=slowness_of)
+        self._took = {id(raw): self._took.get(id(raw)) or (Took.of_packed(raw), raw) for raw in packed}
+        found = [took for took, _ in self._took.values()]
+        waiting = (entry for entry in self._kept if isinstance(entry, Decision))
+        found += [Took.of(entry.step, entry.at_ns, entry.took_ns) for entry in waiting]
+        return nlargest(count, found)
 
     def _pack(self, entry: Entry) -> Generator[None, None, _Packed]:
         if isinstance(entry, Decision):

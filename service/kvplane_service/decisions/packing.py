@@ -54,6 +54,28 @@ class Decision(NamedTuple):
     took_ns: int
 
 
+class Took(NamedTuple):
+    """How long a step took: its nanoseconds, when it was applied, its epoch and number, and its run and admit rows."""
+
+    took_ns: int
+    at_ns: int
+    epoch: int
+    seq: int
+    rows: int
+
+    @classmethod
+    def of(cls, step: Step, at_ns: int, took_ns: int) -> Took:
+        """Return it of a step."""
+        rows = sum(len(part.run.slot) + len(part.admit.slot) for part in step.parts)
+        return cls(took_ns, at_ns, step.epoch, step.seq, rows)
+
+    @classmethod
+    def of_packed(cls, raw: bytes) -> Took:
+        """Return it of a packed decision, of which only the step is decoded."""
+        took_ns, at_ns = HEAD.unpack_from(raw)
+        return cls.of(wire.decode_step(pb.Decision.FromString(raw[HEAD.size :]).step, None), at_ns, took_ns)
+
+
 # Returns the leading bytes of a packed decision, which sort by the time taken.
 slowness_of = itemgetter(slice(8))
 

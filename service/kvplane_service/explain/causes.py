@@ -193,33 +193,43 @@ class Explainer:
         """Return the cause that names the other group, cache domain, salt or adapter for which the missing content was
         computed; None if there is none.
         """
-        digest, span = question.digests[missing.num_hashes - 1], (missing.start, missing.end)
-        if self._was_computed(question.domain, digest, question):
+        span, count = (missing.start, missing.end), missing.num_hashes
+        digest = question.digests[count - 1]
+        if self._was_computed(question.domain, digest, count, question):
             kind = self._spec.groups[missing.group].kind
             if kind is GroupKind.MAMBA:
                 return Why(Cause.NO_STATE_AT_BOUNDARY, *span)
             if kind in (GroupKind.SLIDING_WINDOW, GroupKind.SLIDING_WINDOW_MLA, GroupKind.CHUNKED_LOCAL):
                 return Why(Cause.WINDOW_NOT_RESIDENT, *span)
             return None
-        for domain in sorted({request.domain for request in self._history.admitted(question.at)} - {question.domain}):
-            if self._was_computed(domain, digest, question):
-                return Why(Cause.OTHER_DOMAIN, *span, by=domain)
+        if found := self._other_domains(digest, count, question):
+            return Why(Cause.OTHER_DOMAIN, *span, by=min(found))
         for keys, digests in question.alternatives:
-            if self._was_computed(question.domain, digests[missing.num_hashes - 1], question):
+            if self._was_computed(question.domain, digests[count - 1], count, question):
                 cause = _difference(question.own_keys, keys)
                 name = keys.lora[0] if keys.lora and cause is Cause.OTHER_LORA else ""
                 return Why(cause, *span, by=name)
         return None
 
-    def _was_computed(self, domain: str, digest: bytes, question: Question) -> bool:
-        keys = (KeyName(domain, group, digest) for group in range(len(self._spec.groups)))
-        if any(self._history.is_stored(key, question.at) for key in keys):
-            return True
-        size = self._spec.hash_block_size
-        return any(
-            digest in request.digests[: request.computed_at(question.at) // size]
-            for request in self._requests(domain, question)
+    def _was_computed(self, domain: str, digest: bytes, count: int, question: Question) -> bool:
+        computed = (
+            self._has_computed(request, digest, count, question) for request in self._requests(domain, question)
         )
+        return self._is_stored(domain, digest, question) or any(computed)
+
+    def _other_domains(self, digest: bytes, count: int, question: Question) -> set[str]:
+        """Return the other cache domains for which the content of the hash was computed, by one pass over requests."""
+        admitted = [one for one in self._history.admitted(question.at) if one.domain != question.domain]
+        stored = {one for one in {one.domain for one in admitted} if self._is_stored(one, digest, question)}
+        return stored | {one.domain for one in admitted if self._has_computed(one, digest, count, question)}
+
+    def _is_stored(self, domain: str, digest: bytes, question: Question) -> bool:
+        keys = (KeyName(domain, group, digest) for group in range(len(self._spec.groups)))
+        return any(self._history.is_stored(key, question.at) for key in keys)
+
+    def _has_computed(self, request: Known, digest: bytes, count: int, question: Question) -> bool:
+        computed = request.computed_at(question.at) // self._spec.hash_block_size
+        return count <= computed and request.has(digest, count)
 
     def _requests(self, domain: str, question: Question) -> Iterator[Known]:
         """Yield the requests of a cache domain (requests share cached blocks only inside one) that had been granted

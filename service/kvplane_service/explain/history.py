@@ -5,11 +5,12 @@ It is built from a copy of the log's entries, so that a thread can read the hist
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, compress, pairwise, repeat
 from typing import NamedTuple, TypeAlias
+
+import numpy as np
 
 from kvplane.base.step import (
     EVICTIONS,
@@ -27,6 +28,7 @@ from kvplane.base.step import (
 )
 from kvplane.base.values import WhyDeclined
 from kvplane_core.face.cache_events import runs_of
+from kvplane_core.face.interface import MAX_SLOTS
 from kvplane_service.decisions.log import Decision, Entry
 
 Spot: TypeAlias = tuple[int, int, int]  # a position in the log: number of entry, part and event; ordered by time
@@ -67,6 +69,9 @@ class KeyName(NamedTuple):
     digest: bytes
 
 
+_NOT_TRIED = frozenset({AdmitStatus.NOT_REACHED, AdmitStatus.NOT_WAITING})
+
+
 @dataclass(slots=True)
 class Known:
     """One use of a slot (the number of a request in steps) by a request, from the request's arrival to its end, as far
@@ -79,7 +84,7 @@ class Known:
         admitted_at: position in the log at which it was first granted blocks, NOW until then.
         position: number of prompt tokens that are hit or granted at present; generated tokens are not counted.
         computed: each new maximum of `position`, and the position in the log at which it was reached.
-        counted: number of parts with tokens for running requests that `num_tokens` includes, if they have any for it.
+        counted: tokens that had been appended to requests of its slot when `num_tokens` was counted.
     """
 
     name: str
@@ -92,6 +97,12 @@ class Known:
     position: int = 0
     computed: list[tuple[Spot, int]] = field(default_factory=list)
     counted: int = 0
+
+    def has(self, digest: bytes, count: int) -> bool:
+        """Whether the digest is that of its first `count` hash blocks. A hash covers all tokens before its end, so that
+        the same one is at the same index of every request.
+        """
+        return len(self.digests) >= count and self.digests[count - 1] == digest
 
     def move_to(self, position: int, at: Spot) -> None:
         """Set the number of prompt tokens that are hit or granted."""
@@ -238,8 +249,9 @@ class HistoryReader:
         """
         self._size = digest_size
         self._wanted, self._name = wanted, name
-        self._appended: list[tuple[Sequence[int], Sequence[int]]] = []  # slots and numbers of tokens, by part
+        self._appended = np.zeros(MAX_SLOTS, np.int64)  # tokens of all requests that had a slot, by slot
         self._slots: dict[int, Known] = {}
+        self._named: set[int] = set()  # slots of requests of this name
         self._partial: set[int] = set()  # slots of requests whose prompt is not fully computed
         self._ordered: dict[int, dict[int, int]] = {}  # by job of a load: the tier of each block
         self._tier_of: dict[int, int] = {}  # the same of the loads that ended in this part
@@ -253,6 +265,7 @@ class HistoryReader:
                 self._part(_Piece(number, at, entry, entry.step.parts[at]))
             return
         self._slots.clear()
+        self._named.clear()
         self._partial.clear()
         self._tier_of, self._mismatched = {}, frozenset()
         for at, event in enumerate(entry.events):
@@ -260,18 +273,17 @@ class HistoryReader:
             stamp = (event.kind, 0, RemoveReason.UNVERIFIED, "", entry.epoch, 0, entry.at_ns, not entry.stamp_table)
             self._event(event, Change((number, 0, at), *stamp))
 
-    def is_over(self, name: str) -> bool:
+    def is_over(self) -> bool:
         """Whether there will be no later attempt to admit the request of this name that was admitted or refused."""
-        return name in self.history.attempts and all(one.name != name for one in self._slots.values())
+        return self._name in self.history.attempts and not self._named
 
     def _part(self, piece: _Piece) -> None:
         self._facts(piece.part.facts, piece.result.hashed_facts)
         self._news(piece.part.news, piece.result.hashed_news)
         self._resume(piece)
         self._run(piece)
-        for row, slot in enumerate(piece.part.admit.slot):
-            if slot in self._slots:
-                self._attempt(piece, row, self._slots[slot])
+        if piece.part.admit.slot:
+            self._admit(piece)
         self._cache(piece)
         takers, decision = None, piece.decision
         for at, event in piece.events_of(self._wanted):
@@ -309,7 +321,7 @@ class HistoryReader:
         row that has tokens, if the core made them.
         """
         if any(facts.appended):
-            self._appended.append((array("I", facts.slot), array("I", facts.appended)))
+            self._appended[facts.slot] += facts.appended  # a slot has one row
         if made:
             for slot, hashes in zip(compress(facts.slot, facts.appended), made, strict=True):
                 if hashes and slot in self._slots:
@@ -321,6 +333,7 @@ class HistoryReader:
         for slot, end in zip(compress(facts.slot, facts.end), filter(None, facts.end), strict=True):
             if end in (End.FREE, End.HELD):
                 self._slots.pop(slot, None)
+                self._named.discard(slot)
 
     def _news(self, news: News, made: Sequence[bytes]) -> None:
         hashes = made or [*_rows(news.hashes, news.num_hashes or [0] * len(news.slot), self._size)]
@@ -332,18 +345,17 @@ class HistoryReader:
                 digests=_split(hashes[row], self._size),
                 extra_keys=news.extra_keys[row] if news.extra_keys else NO_EXTRA_KEYS,
                 skip_reading=bool(news.skip_reading and news.skip_reading[row]),
-                counted=len(self._appended),
+                counted=int(self._appended[slot]),
             )
             self._slots[slot] = request
+            (self._named.add if request.name == self._name else self._named.discard)(slot)
             self.history.requests.append(request)
 
     def _count(self, slot: int) -> Known:
         """Count the tokens that the request of a slot got since they were last counted, and return the request."""
-        request = self._slots[slot]
-        for slots, counts in self._appended[request.counted :]:
-            if slot in slots:
-                request.num_tokens += counts[slots.index(slot)]
-        request.counted = len(self._appended)
+        request, counted = self._slots[slot], int(self._appended[slot])
+        request.num_tokens += counted - request.counted
+        request.counted = counted
         return request
 
     def _resume(self, piece: _Piece) -> None:
@@ -374,17 +386,22 @@ class HistoryReader:
         request.move_to(position, at)
         (self._partial.add if position < request.num_tokens else self._partial.discard)(slot)
 
-    def _attempt(self, piece: _Piece, row: int, request: Known) -> None:
-        result, step = piece.result, piece.decision.step
-        status = AdmitStatus(result.admit_status[row])
-        if status in (AdmitStatus.NOT_REACHED, AdmitStatus.NOT_WAITING):
-            return
-        at = (piece.entry, piece.number, piece.first_event_of(row))
+    def _admit(self, piece: _Piece) -> None:
+        slots, statuses = piece.part.admit.slot, piece.result.admit_status
+        rows = [row for row, status in enumerate(statuses) if status not in _NOT_TRIED and slots[row] in self._slots]
+        if rows:
+            first_events, passed = piece.first_events(), piece.passed_over()
+            for row in rows:
+                self._attempt(piece, row, first_events[row], passed.get(row))
+
+    def _attempt(self, piece: _Piece, row: int, first_event: int, passed: PassedOver | None) -> None:
+        result, step, request = piece.result, piece.decision.step, self._slots[piece.part.admit.slot[row]]
+        status, at = AdmitStatus(result.admit_status[row]), (piece.entry, piece.number, first_event)
         if self._name in (None, request.name):
             then = replace(self._count(piece.part.admit.slot[row]), digests=list(request.digests))
             when = (step.epoch, step.seq, piece.decision.at_ns)
             needed = result.admit_needed[row] if result.admit_needed else 0
-            blocks = _passed_over(result, row), needed, result.free_blocks if needed else 0
+            blocks = passed, needed, result.free_blocks if needed else 0
             self.history.attempts[request.name] = Attempt(then, at, status, result.admit_hit[row], *when, *blocks)
         if status is AdmitStatus.GRANTED:
             request.admitted_at = min(request.admitted_at, at)
@@ -433,33 +450,36 @@ class _Piece(NamedTuple):
             taken.update(zip(blocks.ids, chain.from_iterable(takers), strict=True))
         return taken
 
-    def first_event_of(self, row: int) -> int:
-        """Return the index of the first cache event that this admit row (an attempt to admit a request) or a later one
-        caused; the number of events if no row from there on caused one.
+    def first_events(self) -> list[int]:
+        """Return, for each admit row (an attempt to admit a request), the index of the first cache event that it or a
+        later row caused; the number of events if none did.
         """
-        late, at = set(self.part.admit.slot[row:]), 0
-        takers = self.takers()
+        takers, at = self.takers(), 0
+        rows = {slot: row for row, slot in enumerate(self.part.admit.slot)}
+        first = dict[int, int]()  # by row
         for run in runs_of(self.decision.events[self.number]):
             if run.kind is not EventKind.REMOVED:
-                if run.kind is EventKind.STORED and run.slot in late:
-                    return at
+                if run.kind is EventKind.STORED and run.slot in rows:
+                    first.setdefault(rows[run.slot], at)
                 at += 1
                 continue
             if run.reason in EVICTIONS:
                 for number, block in enumerate(run.blocks, at):
-                    if takers.get(block) in late:
-                        return number
+                    if block in takers and takers[block] in rows:
+                        first.setdefault(rows[takers[block]], number)
             at += len(run.hashes)
-        return at
+        of_rows = [first.get(row, at) for row in range(len(self.part.admit.slot))]
+        return [*accumulate(reversed(of_rows), min)][::-1]
 
-
-def _passed_over(result: PartResult, row: int) -> PassedOver | None:
-    declined = result.declined
-    for at, number in enumerate(declined.row):
-        if number == row:
+    def passed_over(self) -> dict[int, PassedOver]:
+        """Return the hits of the tiers that admit rows did not load, by row."""
+        found, declined = dict[int, PassedOver](), self.result.declined
+        for at, row in enumerate(declined.row):
             times = declined.load_ns[at], declined.compute_ns[at]
-            return PassedOver(WhyDeclined(declined.why[at]), declined.tier[at], declined.hit[at], *times)
-    return None
+            found.setdefault(
+                row, PassedOver(WhyDeclined(declined.why[at]), declined.tier[at], declined.hit[at], *times)
+            )
+        return found
 
 
 def _rows(hashes: bytes, counts: Sequence[int], size: int) -> Iterator[bytes]:

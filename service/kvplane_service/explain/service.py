@@ -28,6 +28,7 @@ MAX_CHANGES = 200  # of the keys of a block, in an explanation
 Present = dict[KeyName, frozenset[int]]
 _T = TypeVar("_T")
 HashWith = Callable[[ExtraKeys], Awaitable[Sequence[bytes]]]
+Alternatives = Sequence[tuple[ExtraKeys, Sequence[bytes]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,25 +89,18 @@ async def explain_prompt(host: ReplicaHost, prompt: Prompt, offload: Offload) ->
         return Explanation(prompt.num_tokens, account, tentative, is_complete)
     peers = _peers(host, prompt, account, tier)
     wanted = await offload(lambda: frozenset(digests))
-    history = await _read(host, offload, entries, wanted=wanted)
-    others = await _alternatives(history, prompt, offload)
-    if others:
+
+    def think(others: Alternatives, history: History) -> tuple[Why, list[ExtraKeys]]:
+        own, length = prompt.extra_keys, prompt.num_tokens
+        question = Question(digests, prompt.domain, length, alternatives=others, own_keys=own, tier=tier, peers=peers)
+        known = other_keys(history, own) if prompt.hash_with is not None else []
+        return Explainer(spec, history, is_complete).why(question, account), known
+
+    why, known = await _read(host, offload, entries, partial(think, ()), wanted=wanted)
+    if others := await _alternatives(known, prompt):
         wanted = wanted.union(*(hashes for _, hashes in others))
-        history = await _read(host, offload, entries, wanted=wanted)
-
-    def think() -> Why:
-        question = Question(
-            digests,
-            prompt.domain,
-            prompt.num_tokens,
-            alternatives=others,
-            own_keys=prompt.extra_keys,
-            tier=tier,
-            peers=peers,
-        )
-        return Explainer(spec, history, is_complete).why(question, account)
-
-    return Explanation(prompt.num_tokens, account, await offload(think), is_complete)
+        why, _ = await _read(host, offload, entries, partial(think, others), wanted=wanted)
+    return Explanation(prompt.num_tokens, account, why, is_complete)
 
 
 async def explain_request(host: ReplicaHost, name: str, turns: Turns, offload: Offload) -> Explanation:
@@ -136,8 +130,8 @@ async def explain_block(host: ReplicaHost, block: int, turns: Turns, offload: Of
         def keys(ended: threading.Event) -> frozenset[bytes]:
             return frozenset(digest for entry in resting(entries, ended) for digest in entry.keys_of(block))
 
-        history = await _read(host, offload, entries, first, await _on_thread(offload, keys))
-        return await offload(partial(history.of_block, block, MAX_CHANGES))
+        wanted = await _on_thread(offload, keys)
+        return await _read(host, offload, entries, lambda history: history.of_block(block, MAX_CHANGES), first, wanted)
 
 
 async def _find_attempt(host: ReplicaHost, name: str, offload: Offload) -> Attempt:
@@ -155,7 +149,7 @@ async def _find_attempt(host: ReplicaHost, name: str, offload: Offload) -> Attem
             reader = HistoryReader(host.scheme.digest.size, frozenset(), name)
             for number in resting(range(at, len(entries)), ended):
                 reader.add(first + number, entries[number].read())
-                if reader.is_over(name):
+                if reader.is_over():
                     break
             if name in reader.history.attempts:
                 return reader.history.attempts[name]
@@ -176,24 +170,27 @@ async def _explain_found(host: ReplicaHost, attempt: Attempt, offload: Offload) 
     log = host.decisions
     first, entries = log.num_lost, log.candidates("")
     present = await host.steps.aside(_on_thread(offload, partial(_present, host, attempt)))
-    history = await _read(host, offload, entries, first, frozenset(attempt.request.digests))
-    return await offload(partial(_explain_attempt, host, attempt, history, present))
+    think = partial(_explain_attempt, host, attempt, present)
+    return await _read(host, offload, entries, think, first, frozenset(attempt.request.digests))
 
 
 async def _read(
     host: ReplicaHost,
     offload: Offload,
     entries: Sequence[Candidate],
+    think: Callable[[History], _T],
     first: int = 0,
     wanted: Set[bytes] | None = None,
-) -> History:
-    """Read the history of the log's entries on a thread, of `wanted` keys alone. Entries are unpacked there too."""
+) -> _T:
+    """Read the history of the log's entries on a thread, of `wanted` keys alone, and return what `think` returns for
+    it there. Entries are unpacked there, and the history, a million objects of a large log, is freed there.
+    """
 
-    def read(ended: threading.Event) -> History:
+    def read(ended: threading.Event) -> _T:
         reader = HistoryReader(host.scheme.digest.size, wanted)
         for number, entry in resting(enumerate(entries, first), ended):
             reader.add(number, entry.read())
-        return reader.history
+        return think(reader.history)
 
     return await _on_thread(offload, read)
 
@@ -207,7 +204,7 @@ async def _on_thread(offload: Offload, work: Callable[[threading.Event], _T]) ->
         ended.set()
 
 
-def _explain_attempt(host: ReplicaHost, attempt: Attempt, history: History, present: Present) -> Explanation:
+def _explain_attempt(host: ReplicaHost, attempt: Attempt, present: Present, history: History) -> Explanation:
     spec, request = host.replica.spec, attempt.request
 
     def had(group: int, digest: bytes) -> bool:
@@ -232,14 +229,13 @@ def _explain_attempt(host: ReplicaHost, attempt: Attempt, history: History, pres
     )
 
 
-async def _alternatives(history: History, prompt: Prompt, offload: Offload) -> list[tuple[ExtraKeys, Sequence[bytes]]]:
-    """Return the prompt hashed with the extra keys (salt, adapter, multimodal items) of other requests, the latest
-    first, of a long prompt with few; extra keys that do not fit the prompt are skipped.
+async def _alternatives(known: Sequence[ExtraKeys], prompt: Prompt) -> Alternatives:
+    """Return the prompt hashed with the extra keys (salt, adapter, multimodal items) of other requests, of a long
+    prompt with few; extra keys that do not fit the prompt are skipped.
     """
     found = list[tuple[ExtraKeys, Sequence[bytes]]]()
     if prompt.hash_with is None:
         return found
-    known = await offload(lambda: other_keys(history, prompt.extra_keys))
     for keys in known[: max(MAX_HASHED_AGAIN // prompt.num_tokens, 1)]:
         with contextlib.suppress(InvalidArgument):
             found.append((keys, await prompt.hash_with(keys)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from array import array
+from collections.abc import Sequence
 from functools import partial
 
 from google.protobuf.message import Message
@@ -12,6 +13,7 @@ from kvplane import wire
 from kvplane.base.errors import InvalidArgument, NotFound, Unavailable
 from kvplane.base.step import Cache, Part, Step
 from kvplane.v1 import allocation_pb2 as pb
+from kvplane_core.face.counters import GroupCounters
 from kvplane_core.face.interface import ReplicaCore
 from kvplane_service.auth.gate import CALL
 from kvplane_service.auth.visible import VisibleReplicas
@@ -20,6 +22,7 @@ from kvplane_service.replicas.host import new_replica
 from kvplane_service.replicas.recent import INTERVAL_MS, Recent
 from kvplane_service.rpc import decode, encode, lookups, prices
 from kvplane_service.rpc.methods import Context, timed
+from kvplane_service.rpc.reads import LongReads
 from kvplane_service.rpc.session import SessionStreams
 from kvplane_service.rpc.sources import Planned, names_policy, plan_source
 from kvplane_service.runtime.executors import Executor
@@ -32,6 +35,7 @@ from kvplane_service.unary.calls import EvictCall, PrefetchCall, ResetCall, Reta
 MAX_PAGE = 1000
 DEFAULT_PAGE = 100
 _AFTER = "after:"  # no name has a colon, so that no name is a page token
+MAX_COUNTS = 64  # calls that may wait
 MAX_REGISTRATIONS = 1024  # calls that may wait: after a restart the engines of all replicas may register at once
 
 
@@ -50,6 +54,7 @@ class AllocationServicer:
         self._offload = Executor("new replicas")
         self._building = Turns("new replicas", MAX_REGISTRATIONS)
         self._lookups = lookups.LookUps()
+        self._counts = LongReads("counts of blocks", MAX_COUNTS)
 
     def refuse_new(self) -> None:
         """Refuse further registrations of replicas, because the service drains."""
@@ -120,11 +125,18 @@ class AllocationServicer:
         """Return the state and the counters of a replica, and on request what the status page draws of it."""
         check_cells(request.map_cells)
         entry = self._registry.get(request.replica)
-        await entry.host.idle()
-        answer = encode.encode_description(entry, self._keeper.report(entry))
+
+        def count() -> tuple[Sequence[GroupCounters], pb.PoolMap | None]:
+            """Pass over the pool and the tables of all requests."""
+            replica, cells = entry.host.replica, request.map_cells
+            return replica.group_counters(), encode_map(replica, cells) if cells else None
+
         if request.map_cells:
             CALL.get().count(prices.BLOCK_BYTES * entry.host.replica.spec.num_blocks)
-            answer.pool_map.CopyFrom(encode_map(entry.host.replica, request.map_cells))
+        groups, pool_map = await timed(lambda work: self._counts.run(entry.host, lambda: work), count)
+        answer = encode.encode_description(entry, self._keeper.report(entry), groups)
+        if pool_map is not None:
+            answer.pool_map.CopyFrom(pool_map)
         if request.with_history:
             answer.history.CopyFrom(encode_history(entry.recent))
         return answer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from heapq import nlargest
 from io import BytesIO
@@ -16,11 +16,11 @@ from kvplane.v1 import allocation_pb2 as pb
 from kvplane.wire.same import encode_same
 from kvplane_core.face import loader
 from kvplane_core.face.columns import pieces
-from kvplane_core.face.counters import Residency
+from kvplane_core.face.counters import GroupCounters, Residency
 from kvplane_core.face.inspect import Snapshot
 from kvplane_core.face.interface import ReplicaCore
 from kvplane_service.decisions.counters import REFUSALS, REMOVALS
-from kvplane_service.decisions.log import Decision
+from kvplane_service.decisions.packing import Took
 from kvplane_service.explain.causes import cause_of
 from kvplane_service.explain.history import Change, KeyName
 from kvplane_service.explain.service import Explanation, reaches_registration
@@ -120,8 +120,12 @@ def encode_retained(step: StepResult) -> bytes:
     return message.SerializeToString()
 
 
-def encode_description(entry: Entry, report: StoreReport) -> pb.DescribeReplicaResponse:
-    """Return the state and the counters of a replica, and the state of its store."""
+def encode_description(
+    entry: Entry, report: StoreReport, groups: Sequence[GroupCounters]
+) -> pb.DescribeReplicaResponse:
+    """Return the state and the counters of a replica, and the state of its store. `groups`: what the replica's
+    `group_counters` returns.
+    """
     host, replica = entry.host, entry.host.replica
     tally = host.tally
     return pb.DescribeReplicaResponse(
@@ -134,7 +138,7 @@ def encode_description(entry: Entry, report: StoreReport) -> pb.DescribeReplicaR
         running_requests=replica.num_running,
         seq=host.seq,
         executed_through=replica.executed_through,
-        counters=encode_counters(replica),
+        counters=encode_counters(replica, groups),
         num_ranks=entry.registration.num_ranks,
         common_prefix_blocks=replica.common_prefix_blocks(),
         residency=encode_residency(replica.residency),
@@ -143,7 +147,7 @@ def encode_description(entry: Entry, report: StoreReport) -> pb.DescribeReplicaR
         refusals={name: tally.refusals[status] for status, name in REFUSALS.items()} | _starved(replica),
         preemptions={reason.value: count for reason, count in tally.preemptions.items()},
         removed_keys={name: tally.removals[reason] for reason, name in REMOVALS.items()},
-        slowest_steps=[_step_time(host, decision) for decision in host.decisions.slowest(SLOWEST_STEPS)],
+        slowest_steps=[_step_time(host, took) for took in host.decisions.slowest(SLOWEST_STEPS)],
         store=encode_store(host, report),
         busy_blocks=len(replica.busy_blocks),
         mirror=_encode_mirror(host.mirror) if host.mirror.is_attached else None,
@@ -196,15 +200,9 @@ def _starved(replica: ReplicaCore) -> dict[str, int]:
     return {"starved": replica.counters.starved_chunks} if replica.spec.align.block_size else {}
 
 
-def _step_time(host: ReplicaHost, decision: Decision) -> pb.StepTime:
-    step = decision.step
-    return pb.StepTime(
-        epoch=step.epoch,
-        seq=step.seq,
-        took_ns=decision.took_ns,
-        rows=sum(len(part.run.slot) + len(part.admit.slot) for part in step.parts),
-        age_ms=host.age_ns(decision.at_ns) // 1_000_000,
-    )
+def _step_time(host: ReplicaHost, took: Took) -> pb.StepTime:
+    age_ms = host.age_ns(took.at_ns) // 1_000_000
+    return pb.StepTime(epoch=took.epoch, seq=took.seq, took_ns=took.took_ns, rows=took.rows, age_ms=age_ms)
 
 
 def encode_store(host: ReplicaHost, report: StoreReport) -> pb.StoreStatus:
@@ -233,9 +231,8 @@ def _without_tail(histogram: list[int]) -> list[int]:
     return histogram[: max((index + 1 for index, count in enumerate(histogram) if count), default=0)]
 
 
-def encode_counters(replica: ReplicaCore) -> pb.ReplicaCounters:
+def encode_counters(replica: ReplicaCore, groups: Sequence[GroupCounters]) -> pb.ReplicaCounters:
     """Return the counters of a replica since its registration."""
-    groups = replica.group_counters()
     return encode_same(
         replica.counters,
         pb.ReplicaCounters,
