@@ -8,12 +8,15 @@ other over it.
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import gc
 import json
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from kvplane_service.config import Config
 from kvplane_service.process.app import App
@@ -21,6 +24,7 @@ from kvplane_service.registry import Registry
 from tests.peers.campaign import HAS_NIXL, OF_TWO, OVER_NIXL, Outcome, Run
 from tests.peers.ledger import LEDGER
 from tests.peers.site import tiers_of
+from tests.soak.__main__ import BOUNDS
 from tests.soak.verdict import MIB, Verdict, verdict_of
 from tests.store.servers import free_port
 
@@ -76,13 +80,18 @@ class Spill(Run):
 
 
 async def _started(address: str, services: str) -> App:
-    app = App(Config(listen=address, peer_services=services))
+    settings: dict[str, Any] = {"listen": address, "peer_services": services, **BOUNDS}
+    app = App(Config(**settings))
     await app.start()
     return app
 
 
 def resources(pids: Sequence[int]) -> dict[str, int]:
-    """Memory and descriptors of these processes together."""
+    """Memory and descriptors of these processes together. What this one has freed is given back first: threads of
+    movers come and go, and the C library keeps memory for each that it will have.
+    """
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
     found = {"rss": 0, "descriptors": 0}
     for pid in pids:
         pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
