@@ -64,7 +64,7 @@ def campaign(options: argparse.Namespace) -> int:
     missed = [name for name in plants() if not found(name, options)]
     named = ("sound", "sound" + OVER_NIXL, "sound" + OF_TWO)
     sound = [one for one in outcomes if one.kind in named or one.kind.startswith("prefill, sound")]
-    share = min(one.loaded / max(1, one.only_peers) for one in sound)
+    share = min(one.held_share if one.held else one.loaded / max(1, one.only_peers) for one in sound)
     print(f"{share:.1%} of the tokens that only sound peers have are loaded, at least {LEAST_LOADED:.0%} expected")
     churned = min(one.held_share for one in outcomes if one.kind.startswith(CHURN))
     print(f"{churned:.1%} of those that they held while others were killed, at least {LEAST_UNDER_CHURN:.0%} expected")

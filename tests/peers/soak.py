@@ -39,6 +39,8 @@ class Spill(Run):
     def __init__(self, kind: str, seed: int, loop: asyncio.AbstractEventLoop) -> None:
         self._loop, self._renewed_s = loop, 0.0
         super().__init__(kind, seed)
+        for link in self.site.links:
+            link.cut()
         self.site.links.clear()  # the services have a real connection
 
     def _registries(self, count: int) -> Sequence[Registry]:

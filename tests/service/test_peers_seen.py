@@ -45,7 +45,8 @@ def site():
 
 
 def described(world: World) -> DescribeReplicaResponse:
-    return encode_description(world.registry.get(world.name), StoreReport(StoreState.OFF))
+    entry = world.registry.get(world.name)
+    return encode_description(entry, StoreReport(StoreState.OFF), entry.host.replica.group_counters())
 
 
 def seen(answer: DescribeReplicaResponse) -> dict[str, tuple[str, int, bool]]:
