@@ -30,7 +30,7 @@ from tests.store.servers import free_port
 
 ROUND_S, AT_ONCE, STRIKE_SHARE = 0.001, 25, 0.1
 RENEW_S = 2.0  # well within the leases of workers
-SAY_S = 60.0
+SAY_S, LEAST_SAMPLES = 60.0, 6
 
 
 class Spill(Run):
@@ -109,7 +109,7 @@ def soak(minutes: float, seed: int, say: Callable[[str], None] = print) -> tuple
     kinds = ["spill" + OF_TWO, *(["spill" + OF_TWO + OVER_NIXL] if HAS_NIXL else [])]
     runs = [Spill(kind, seed, loop) for kind in kinds]
     samples, said_s = list[str](), 0.0
-    while (at_s := time.monotonic() - began_s) < 60 * minutes:
+    while (at_s := time.monotonic() - began_s) < 60 * minutes or len(samples) < LEAST_SAMPLES:
         for run in runs:
             run.spill()
         LEDGER.keep([memory for run in runs for memory in run.memories])
