@@ -130,7 +130,7 @@ class AdminServicer:
             prompt = _prompt(host, content, request.content, self._offload)
             return encode_explanation(host, await explain_prompt(host, prompt, self._offload))
 
-    async def Record(self, request: pb.RecordRequest) -> AsyncIterator[Message]:  # noqa: N802
+    async def Record(self, request: pb.RecordRequest) -> AsyncIterator[Message | bytes]:  # noqa: N802
         """Stream all decisions since the registration of a replica, or its state and the decisions from now on, and
         every new one until the replica is deregistered.
 
@@ -147,8 +147,8 @@ class AdminServicer:
                 yield message
             return
         if request.from_now:
-            async for message in self._record_from_now(host):
-                yield message
+            async for encoded in self._record_from_now(host):
+                yield encoded
             return
         if not reaches_registration(host):
             how = f"its decision log has dropped the first {log.num_lost} decisions"
@@ -171,22 +171,27 @@ class AdminServicer:
         finally:
             log.unfollow(waiting.put)
 
-    async def _record_from_now(self, host: ReplicaHost) -> AsyncIterator[Message]:
+    async def _record_from_now(self, host: ReplicaHost) -> AsyncIterator[Message | bytes]:
         waiting = _Waiting()
+
+        def encoded() -> bytes:
+            """Return the message of a life that begins with the state: hundreds of megabytes, encoded on the thread."""
+            life = Life(host.replica.epoch, (), (), 0, state=export_hashed(host.replica))
+            return message_of(life, host.scheme.digest.size).SerializeToString()
 
         def begin() -> Callable[[], bytes]:
             if host.is_step_open:
                 raise Busy(f"a step of {host.name} is open", field="replica", remedy="retry")
             # No decision is made before the state is read, so every later one reaches `waiting`.
             host.decisions.follow(waiting.put)
-            return partial(export_hashed, host.replica)
+            return encoded
 
         await host.idle()
         CALL.get().count(prices.BLOCK_BYTES * host.replica.spec.num_blocks)
         try:
             state = await self._snapshots.run(host, begin)
             yield header_of(host.name, host.replica.spec)
-            yield message_of(Life(host.replica.epoch, (), (), 0, state=state), host.scheme.digest.size)
+            yield state
             async for message in _new_decisions(host, waiting):
                 yield message
         finally:
