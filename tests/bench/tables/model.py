@@ -6,6 +6,7 @@ H100    NVIDIA H100 Tensor Core GPU data sheet: SXM5, dense bfloat16; PCIe Gen5 
 CARD    gpt-oss-120b & gpt-oss-20b Model Card (OpenAI, arXiv 2508.10925), table 1 and section 2
 CONFIG  config.json of openai/gpt-oss-120b
 VLLM    defaults of `vllm serve` on an H100
+READ    tests/bench/results/gpu.md: a read of device memory on an H100
 assumed no source; `make tables` varies it
 """
 
@@ -24,6 +25,8 @@ LAYERS_OF_A_KIND, HEADS, HEAD_SIZE, KV_HEADS, WINDOW, MAX_MODEL_LEN = 18, 64, 64
 TOKEN_BYTES = 2 * KV_HEADS * HEAD_SIZE * 2 * LAYERS_OF_A_KIND  # keys and values of a group of layers
 # VLLM
 BUDGET = 8192
+# READ
+READ_SHARE = 0.93  # of MEMORY_BYTES_PER_S
 # assumed: one port of 400 Gb/s, to storage and to each engine; seconds until a router knows of an event
 STORAGE_BYTES_PER_S = PEER_BYTES_PER_S = 50e9
 EVENT_DELAY_S = 0.05
@@ -35,13 +38,15 @@ class Fitted:
 
     Attributes:
         flops: floating-point operations per second of a prefill, of `FLOPS`.
-        bandwidth: bytes per second that a decode step reads, of `MEMORY_BYTES_PER_S`.
+        step_s: what a decode step takes besides its bytes: launches and sampling. It passes while a prompt is computed.
         pool_bytes: memory of an engine's cache.
+        bandwidth: bytes per second that a decode step reads, of `MEMORY_BYTES_PER_S`; not fitted.
     """
 
     flops: float
-    bandwidth: float
+    step_s: float
     pool_bytes: float
+    bandwidth: float = READ_SHARE
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +61,11 @@ class StepCost:
         work = 2 * ACTIVE * tokens + 4 * HEADS * HEAD_SIZE * LAYERS_OF_A_KIND * seen
         return work / (self.fitted.flops * FLOPS)
 
-    def weights_s(self, tokens: int) -> float:
-        """Return the time to read the weights that these tokens of one step use."""
+    def weights_s(self, tokens: float) -> float:
+        """Return the least time of a step with these tokens: its fixed part, and that to read the weights they use."""
         used = 1 - (1 - CHOSEN / EXPERTS) ** tokens  # the share of experts that some token has chosen
-        return (DENSE_BYTES + EXPERT_BYTES * used) / (self.fitted.bandwidth * MEMORY_BYTES_PER_S)
+        read_s = (DENSE_BYTES + EXPERT_BYTES * used) / (self.fitted.bandwidth * MEMORY_BYTES_PER_S)
+        return self.fitted.step_s + read_s
 
     def contexts_s(self, contexts: Iterable[int]) -> float:
         """Return the time to read the cache of requests that decode."""
@@ -67,4 +73,4 @@ class StepCost:
         return num_bytes / (self.fitted.bandwidth * MEMORY_BYTES_PER_S)
 
 
-FITTED = Fitted(0.5668704, 0.40, 7_364_484_390)  # by `tests.bench.tables.fit`, from 17 points
+FITTED = Fitted(0.3998192, 0.003553948, 6 * 2**30)  # by `tests.bench.tables.fit`, from 27 points

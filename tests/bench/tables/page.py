@@ -123,8 +123,8 @@ def fit_table(results: Results) -> list[str]:
     """The fitted constants with their intervals, and the error of each rate that was left out."""
     del results
     tried = fit.read()
-    values = (FITTED.flops, FITTED.bandwidth, FITTED.pool_bytes / 2**30)
-    names = ("prefill, of 989 TFLOP/s", "decode, of 3.35 TB/s", "pool, GiB")
+    values = (FITTED.flops, 1000 * FITTED.step_s, FITTED.pool_bytes / 2**30)
+    names = ("prefill, of 989 TFLOP/s", "fixed part of a decode step, ms", "pool, GiB")
     rows = [
         [name, f"{value:.3g}", f"{low:.3g} to {high:.3g}"]
         for name, value, (low, high) in zip(names, values, fit.intervals(tried), strict=True)

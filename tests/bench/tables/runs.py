@@ -46,6 +46,7 @@ class Run:
         factors: of the fitted constants, by name.
         parts, stage_s: the size of the fleet and of its stages.
         trace: a public trace, which TRACE_ENGINES serve instead of the published load.
+        seed: of the load and of the router.
     """
 
     column: str
@@ -54,6 +55,7 @@ class Run:
     parts: int = 1
     stage_s: float = STAGE_S
     trace: str = ""
+    seed: int = 1
 
     @property
     def fitted(self) -> Fitted:
@@ -64,18 +66,19 @@ class Run:
         """Return the fleet, empty."""
         engines = TRACE_ENGINES if self.trace else ENGINES // self.parts
         if self.column in published_columns.COLUMNS:
-            return published_fleet(self.column, self.fitted, engines=engines)
-        return product_fleet(product.COLUMNS[self.column], self.fitted, engines=engines)
+            return published_fleet(self.column, self.fitted, self.seed, engines)
+        return product_fleet(product.COLUMNS[self.column], self.fitted, self.seed, engines)
 
     def load(self) -> Load | TraceLoad:
         """Return the load."""
-        return TraceLoad(self.trace, TRACE_LIMIT) if self.trace else Load(1, GROUPS // self.parts)
+        return TraceLoad(self.trace, TRACE_LIMIT) if self.trace else Load(self.seed, GROUPS // self.parts)
 
 
 def key_of(run: Run) -> str:
     """Return the name of a run within its table."""
     of_trace = [run.trace, str(run.rates[0])] if run.trace else []
-    return " ".join([run.column, *of_trace, *(f"{name}*{factor}" for name, factor in run.factors)])
+    of_seed = [f"seed {run.seed}"] if run.seed > 1 else []
+    return " ".join([run.column, *of_trace, *of_seed, *(f"{name}*{factor}" for name, factor in run.factors)])
 
 
 Figures = Mapping[str, float]
@@ -110,9 +113,23 @@ def bounds(fitted: Fitted) -> tuple[float, float]:
     """Return the requests per second that no routing and no cache exceeds: by the operations of prefills that reuse
     every shared token, and with the bytes of decode steps whose batches fill the pool behind one prefix.
     """
-    cost = StepCost(fitted)
-    question = cost.prefill_s(SYSTEM, QUESTION)
+    question = StepCost(fitted).prefill_s(SYSTEM, QUESTION)
     blocks = int(fitted.pool_bytes / PAGE_BYTES) - SYSTEM // BLOCK
     most = blocks // (-(-(QUESTION + OUTPUT) // BLOCK) + 1 + WINDOW // BLOCK)
-    step = cost.weights_s(most) + cost.contexts_s([SYSTEM + QUESTION + OUTPUT // 2] * most)
-    return ENGINES / question, ENGINES / (question + OUTPUT * step / most)
+    return ENGINES / question, ENGINES / (question + OUTPUT * _decode_s(fitted, most) / most)
+
+
+def least_drain_s(fitted: Fitted, rate: float) -> float:
+    """Return how long a stage lasts behind its last arrival if no pool has a limit, nothing waits, and engines are
+    equally loaded: as long as the last prompt decodes, while those before it end.
+    """
+    arriving, running, before = rate / ENGINES, 1.0, 0.0
+    while abs(running - before) > 0.01:
+        before, running = running, arriving * OUTPUT * _decode_s(fitted, running)
+    return sum(_decode_s(fitted, max(1.0, running * (1 - at / OUTPUT))) for at in range(OUTPUT))
+
+
+def _decode_s(fitted: Fitted, running: float) -> float:
+    """Return a step of requests that have half of their tokens."""
+    cost = StepCost(fitted)
+    return cost.weights_s(running) + running * cost.contexts_s([SYSTEM + QUESTION + OUTPUT // 2])
