@@ -14,7 +14,7 @@ from tests.bench.tables.fleet import Load, published_fleet
 from tests.bench.tables.model import FITTED, StepCost
 from tests.bench.tables.product import Added, ProductRouter, product_fleet
 from tests.bench.tables.published import BASELINE, BASELINE_ALL, OFFLOADED, OFFLOADED_ALL, Unit, drained_s
-from tests.bench.tables.runs import Run, capacity_ratio, stages_of
+from tests.bench.tables.runs import SEED_COLUMN, SEEDS, Run, capacity_ratio, key_of, least_drain_s, stages_of
 
 
 @pytest.mark.parametrize(("rows", "summary"), [(BASELINE, BASELINE_ALL), (OFFLOADED, OFFLOADED_ALL)])
@@ -42,7 +42,7 @@ def test_loads_read_half_of_the_bytes():
 @pytest.mark.parametrize("column", ["both", "with peers", "+ retained"])
 def test_equal_runs_have_equal_tables(column):
     first, second = (
-        [{**one, "cpu_s": 0} for one in stages_of(Run(column, (20, 40), parts=8, stage_s=3.0))] for _ in range(2)
+        [{**one, "cpu_s": 0} for one in stages_of(Run(column, (10, 40), parts=8, stage_s=6.0))] for _ in range(2)
     )
     assert first == second
     assert 0 < first[1]["hit"] < 1
@@ -136,3 +136,19 @@ def test_published_throughputs_are_predicted_as_the_readme_states():
     ]
     assert f"predicts {len(errors)} published throughputs" in (page.DOCS.parent / "README.md").read_text()
     assert max(map(abs, errors)) <= page.MOST_ERROR
+
+
+def test_gains_and_their_bound_are_as_the_readme_states():
+    results = json.loads(page.JSON.read_text())
+    found, readme = {**results["beyond"], **results["seeds"]}, (page.DOCS.parent / "README.md").read_text()
+    runs = [[key_of(Run(name, seed=one)) for name in (SEED_COLUMN, "both")] for one in (1, *SEEDS)]
+    for rate in page.GOAL_RATES:
+        gains = [page.gain(found, mine, other, rate) for mine, other in runs]
+        assert f"at {rate} requests per second {min(gains):.2f} to {max(gains):.2f} times" in readme.replace("\n", " ")
+
+
+def test_least_drain_is_that_of_a_single_request_at_low_rates():
+    cost = StepCost(FITTED)
+    alone_s = published.OUTPUT * (cost.weights_s(1) + cost.contexts_s([fleet.SYSTEM + fleet.QUESTION + 128]))
+    assert least_drain_s(FITTED, 0.01) == pytest.approx(alone_s)
+    assert least_drain_s(FITTED, 80) > least_drain_s(FITTED, 60) > alone_s

@@ -22,6 +22,8 @@ from tests.bench.tables.runs import (
     LARGE_POOL,
     PARTS,
     PUBLISHED_POLICY,
+    SEED_COLUMN,
+    SEEDS,
     SWEEP,
     TRACE_COLUMNS,
     TRACES,
@@ -34,10 +36,12 @@ from tests.conftest import workloads_folder, workloads_line
 
 SENSITIVE, FACTORS = ("flops", "step_s", "pool_bytes", "bandwidth"), (0.8, 1.2)
 TABLES: dict[str, Sequence[Run]] = {
-    "fleet": [Run(column) for column in fleet.COLUMNS],
     "beyond": [
         *(Run(column, SWEEP, parts=PARTS) for column in (PUBLISHED_POLICY, *product.COLUMNS)),
         Run(LARGE_POOL[0], SWEEP, LARGE_POOL[1], PARTS),
+    ],
+    "seeds": [
+        Run(column, SWEEP, parts=PARTS, seed=seed) for column in (PUBLISHED_POLICY, SEED_COLUMN) for seed in SEEDS
     ],
     "sensitivity": [
         Run(column, (40,), factors, PARTS)
@@ -50,6 +54,7 @@ TABLES: dict[str, Sequence[Run]] = {
         for rate in rates
         for column in TRACE_COLUMNS
     ],
+    "fleet": [Run(column) for column in fleet.COLUMNS],
 }
 
 
@@ -65,6 +70,7 @@ def main() -> int:
         if "traces" in given.only and workloads_folder() is None:
             print(workloads_line(), file=sys.stderr)
             given.only.remove("traces")
+        results |= {table: {} for table in given.only}
         runs = [(table, run) for table in given.only if table in TABLES for run in TABLES[table]]
         with multiprocessing.get_context("spawn").Pool(given.processes) as pool:
             if "users" in given.only:
@@ -72,7 +78,8 @@ def main() -> int:
                 results["users"] = {cache.name: stages for cache, stages in zip(CACHES, swept, strict=True)}
             found = pool.imap(stages_of, [run for _, run in runs])
             for (table, run), stages in zip(runs, found, strict=True):
-                results.setdefault(table, {})[key_of(run)] = stages
+                results[table][key_of(run)] = stages
+                JSON.write_text(json.dumps(results, indent=1) + "\n")
                 last = stages[-1]
                 print(f"{table}: {key_of(run)}: {last['throughput']:,.0f} tokens/s, TTFT {last['ttft_s']:.2f} s at "
                       f"{last['rate']} QPS", file=sys.stderr, flush=True)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Fits the three constants of the model on rows of the baseline: `python -m tests.bench.tables.fit`, 6 minutes in one process.
+"""Fits the three constants of the model on rows of the baseline: `python -m tests.bench.tables.fit`, 6 minutes.
 
 Coordinate descent over a grid that is even in logarithms, on a quarter of the fleet: 4 engines, a quarter of the groups
 and of each rate. Every point that was tried is in results/tables_fit.json, and the rest is read from these: the best

@@ -38,7 +38,7 @@ class Fitted:
 
     Attributes:
         flops: floating-point operations per second of a prefill, of `FLOPS`.
-        step_s: what a decode step takes besides its bytes: launches and sampling. It passes while a prompt is computed.
+        step_s: what a decode step takes in addition to its bytes: launches and sampling; hidden by a computed prompt.
         pool_bytes: memory of an engine's cache.
         bandwidth: bytes per second that a decode step reads, of `MEMORY_BYTES_PER_S`; not fitted.
     """

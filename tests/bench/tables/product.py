@@ -24,7 +24,7 @@ from tests.bench.tables.peers import PeerSession
 from tests.bench.tables.published import ENGINES
 
 RETAINED_PERCENT, RETAINED_NS = 25, 600 * NS_PER_SECOND
-PASSED_BY, PASSED_BY_MANY = 64, 512
+PASSED_BY = 64
 SPEEDS = (LINK_BYTES_PER_S, PEER_BYTES_PER_S)
 MODEL_OUTPUT_ROWS = 8  # prompts in flight of an engine, in what its router assumes before anything is reported
 
@@ -67,7 +67,6 @@ COLUMNS = {
     "exact scores": Added(Policy.WEIGHTS),
     "priced": Added(Policy.COST),
     "+ passing": Added(Policy.COST, PASSED_BY),
-    "passing 512": Added(Policy.COST, PASSED_BY_MANY),
     "with peers": Added(Policy.COST, PASSED_BY, peers=True),
     "priced peers": Added(Policy.COST, PASSED_BY, peers=True, prices_peers=True),
     "+ displacement": Added(Policy.COST, PASSED_BY, True),

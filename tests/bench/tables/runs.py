@@ -30,9 +30,10 @@ SWEEP = (WARM, *BEYOND)
 PARTS = 4  # of the fleet, of which every table but the first one runs one
 TRACES = {"conversation": (16,), "Weka": (2,)}  # and the rates on half of the fleet
 TRACE_ENGINES, TRACE_LIMIT, TRACE_COLUMNS = 8, 250, (
-    "both", "exact scores", "priced", "+ passing", "with peers", "priced peers"
+    "both", "exact scores", "priced", "+ passing", "with peers", "priced peers", "+ displacement"
 )  # fmt: skip
 PUBLISHED_POLICY = "both"
+SEED_COLUMN, SEEDS = "+ displacement", (2, 3)  # which runs again with other arrivals, as the published policy
 LARGE_POOL = "priced", (("pool_bytes", 8.0),)  # a column without the limit of memory
 
 
