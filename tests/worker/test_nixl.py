@@ -288,6 +288,39 @@ def test_peers_on_other_hosts_are_refused_by_name_without_nixl(tmp_path: Path, c
         assert one.peers.mapped == other.peers.mapped == ()
 
 
+def test_a_peer_that_cannot_be_opened_is_tried_ever_more_rarely_and_another_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    tried = list[tuple[int, bytes]]()
+    call = 0
+
+    def refuse(_: object, arena: PeerArena) -> Peer:
+        tried.append((call, arena.incarnation))
+        raise Unavailable("no worker answers")
+
+    monkeypatch.setattr(PeersOfWorker, "_open", refuse)
+    with workers(tmp_path, PeerTransport.SHARED_MEMORY, PeerTransport.SHARED_MEMORY) as (one, other):
+        silent = one.arena()
+        for call in range(1, 101):  # noqa: B007 - `refuse` reads it
+            assert not other.peers.read_only([silent])
+        assert [at for at, _ in tried] == [1, 2, 4, 8, 16, 32, 64, 96]
+        again = replace(silent, incarnation=bytes(16))
+        assert not other.peers.read_only([silent, again])
+        assert tried[-1] == (100, bytes(16)), "its worker was started again"
+
+
+def test_an_agent_that_failed_to_open_many_peers_is_started_again(monkeypatch: pytest.MonkeyPatch):
+    """UCX keeps descriptors of each."""
+    monkeypatch.setattr(nixl, "MOST_FAILED", 3)
+    with two() as (host, lender, reader, _):
+        right = arena_of(host, lender)
+        for _ in range(3):
+            assert reader.is_usable
+            with pytest.raises(Unavailable):
+                reader.open(replace(right, nixl_arena=right.nixl_arena[:8] + b"no metadata"))
+        assert not reader.is_usable
+
+
 def test_a_killed_process_is_started_again_and_peers_find_it(tmp_path: Path):
     with workers(tmp_path, PeerTransport.NIXL_ONLY, PeerTransport.NIXL_ONLY) as (one, other):
         written(one.host, 2, 7, 99, b"right")

@@ -33,6 +33,7 @@ from kvplane_worker.tiers.seal import HEADER_BYTES
 
 NUM_LANES = 8  # twice the threads that read: a late read takes a lane with it
 MOST_LATE = 2  # of one peer
+MOST_FAILED = 256  # peers that could not be opened, of each of which UCX keeps a descriptor or two
 MAX_ADDRESS_BITS = 63
 NO_PEER = 0  # numbers of peers begin above it
 LANE_BYTES = 4 << 20  # at least; a piece of a job is not larger, except of one block
@@ -120,7 +121,7 @@ class NixlProcess:
                 field="--peer-transport",
                 remedy=command_for("worker,nixl"),
             )
-        self.read_s, self.late_reads = read_s, 0
+        self.read_s, self.late_reads, self._num_failed = read_s, 0, 0
         self.lane_bytes = aligned(max(LANE_BYTES, arena.slot_bytes) + LANE_BYTES // 8)
         self._slot_bytes = arena.slot_bytes
         self._numbers, self._lock, self._is_closed = count(1), threading.Lock(), False
@@ -166,10 +167,10 @@ class NixlProcess:
 
     @property
     def is_usable(self) -> bool:
-        """Whether the process runs, answers, and has a lane that is not late."""
+        """Whether the process runs, answers, has a lane that is not late, and has not failed to open many peers."""
         if self.num_late:  # is it the peer that hangs, or this process?
             self.forget(NO_PEER)
-        return self._process.poll() is None and self.num_late < NUM_LANES
+        return self._process.poll() is None and self.num_late < NUM_LANES and self._num_failed < MOST_FAILED
 
     @property
     def num_late(self) -> int:
@@ -190,6 +191,9 @@ class NixlProcess:
                 self._control.send(named)
                 name = self._answer(ORDER_S)
             (address,) = ADDRESS.unpack_from(arena.nixl_arena)
+        except KvplaneError:
+            self._num_failed += 1
+            raise
         except (OSError, ValueError) as error:
             raise Unavailable(f"the agent of NIXL cannot be reached: {error}") from None
         memory = NixlMemory(self, number, address, (arena.num_slots, self._slot_bytes))

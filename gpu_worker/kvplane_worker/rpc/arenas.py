@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 from kvplane.base.errors import FailedPrecondition, KvplaneError, PermissionDenied, Unavailable
 from kvplane.base.worker import INCARNATION_BYTES, PeerArena
@@ -30,6 +30,7 @@ from kvplane_worker.tiers import HostSlots, Peer, PeerSlots, Slots
 from kvplane_worker.tiers.arena import Arena
 
 TIMEOUT_S = 1.0
+MOST_CALLS = 32  # from one attempt to open a host tier to the next; a worker calls every few seconds
 RETRY_S = 0.1  # after a connection that could not be accepted
 MOST_WAIT_S = 0.2  # of a renewal for peers, twice: it must not last as long as the lease, which they may
 _LAYOUT = struct.Struct(f"<QQ{INCARNATION_BYTES}s")  # slots, bytes of a slot, incarnation
@@ -78,6 +79,14 @@ class ArenaLender:
                     socket.send_fds(connection, [self._layout], [self._descriptor])
 
 
+class Refused(NamedTuple):
+    """A host tier that could not be opened: the last error, how often, and calls until it is tried again."""
+
+    error: str = ""
+    tries: int = 0
+    calls_left: int = 0
+
+
 class PeersOfWorker:
     """What a worker lends of its host tier, and reads of those of peers: mapped on this host, over NIXL of other hosts.
 
@@ -98,7 +107,7 @@ class PeersOfWorker:
         self._lender = ArenaLender(host, run_dir)
         self._wanted: tuple[PeerArena, ...] = ()
         self._read: dict[PeerArena, Peer] = {}
-        self._refused: dict[PeerArena, str] = {}
+        self._refused: dict[PeerArena, Refused] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvplane-peers")
         self._change: Future[bool] | None = None  # that takes longer than the call that began it
         self._is_closed = False
@@ -159,8 +168,9 @@ class PeersOfWorker:
         return done.result()
 
     def _open_wanted(self) -> bool:
-        """Open what is to be read; one that cannot be read is tried again at the next call. Returns whether what the
-        worker reports has changed.
+        """Open what is to be read. One that cannot be read is tried again at the next call, and then after twice as
+        many each time: an attempt over NIXL takes its thread some seconds, and a descriptor that UCX keeps. Returns
+        whether what the worker reports has changed.
         """
         wanted, before, refused = self._wanted, self._read, self._refused
         self._read = {one: before[one] for one in wanted if one in before}
@@ -169,11 +179,16 @@ class PeersOfWorker:
         is_new, self._refused = self._restart(), {}
         for arena in wanted if self._peers is not None else ():
             if arena not in self._read and not self._is_closed:
+                last = refused.get(arena, Refused())
+                if last.calls_left:
+                    self._refused[arena] = last._replace(calls_left=last.calls_left - 1)
+                    continue
                 try:
                     self._read[arena] = self._open(arena)
                 except KvplaneError as error:
-                    self._refused[arena] = str(error)
-                    if refused.get(arena) != str(error):
+                    tries = last.tries + 1
+                    self._refused[arena] = Refused(str(error), tries, min(1 << tries - 1, MOST_CALLS) - 1)
+                    if last.error != str(error):
                         _log.warning("a peer is not read: %s", error)
         self._show()
         return is_new or self._read.keys() != before.keys()
