@@ -136,7 +136,7 @@ JOBS ?=
 tiers: $(DEV)  ## figures N1 to N10 of tiers with their goals, damaged slots, planted, simulated and real faults, an engine against its model (2 minutes on 2 quiet cores; REQUESTS=60 CASES=10000 SEEDS_OF_TIERS=8 FAULTS=12 MINUTES=30)
 	@$(PYTHON) -m tests.bench.tier_goals --requests $(or $(REQUESTS),60) --cases $(or $(CASES),10000) --seeds $(or $(SEEDS_OF_TIERS),8) --faults $(or $(FAULTS),12) --minutes $(or $(MINUTES),30)
 
-tables: $(DEV)  ## published results of a fleet with tiers, predicted on the core in virtual time, and what kvplane adds; writes docs/published.md (5 minutes on 2 quiet cores; PROCESSES=1)
+tables: $(DEV)  ## published results of a fleet with tiers, predicted on the core in virtual time, and what kvplane adds; writes docs/published.md (7 minutes in one process; PROCESSES=1)
 	@$(PYTHON) -m tests.bench.tables --processes $(or $(PROCESSES),2)
 
 peers: $(DEV)  ## prompts that move between three engines whose peers give wrong bytes, die, come back and forget; planted faults (REQUESTS=150 SEED=1)
