@@ -177,6 +177,7 @@ class WorkerProcess:
         else:
             assignment = self._first_assignment(self._service)
             plan, tiers = assignment.plan, assignment.tiers
+            assert plan is not None, "the service has a plan for a worker that has no memory"
             num_slots = sum(tier.num_blocks for tier in tiers)
             holdings = Holdings.allocate(plan, options.device, run_dir, options.staging_bytes, num_slots)
             self._warm_up(holdings)
@@ -332,7 +333,7 @@ class WorkerProcess:
         return assignment.lease_ms
 
     def _check_plan(self, assignment: Assignment) -> None:
-        digest = assignment.plan.digest()
+        digest = assignment.plan.digest() if assignment.plan is not None else ""
         if digest != self._info.plan_digest:
             raise WrongPlan(
                 f"the pages have layout {self._info.plan_digest}, the replica now has layout {digest}",

@@ -220,7 +220,8 @@ class Registry:
             host = ReplicaHost(name, replica, self._config, self._clock, registration.num_ranks, self.logs)
             lease_ms = self._config.worker_lease_ms
             tiers = TiersOfWorkers(registration.spec.tiers, registration.content_id, registration.namespace)
-            workers = WorkerRoster(registration.plans, registration.num_ranks, lease_ms, self._clock, tiers)
+            lent = _lends_pool(registration.spec)
+            workers = WorkerRoster(registration.plans, registration.num_ranks, lease_ms, self._clock, tiers, lent)
             unary = UnaryCalls(host, self._config, self._hasher, self._offload)
             namespace = self._join(registration, host, workers)
             entry = Entry(registration, host, unary, workers, self._offload, namespace=namespace)
@@ -231,8 +232,9 @@ class Registry:
 
     def _join(self, registration: Registration, host: ReplicaHost, workers: WorkerRoster) -> Namespace | None:
         spec = registration.spec
-        if not spec.tiers or spec.tiers[0].kind is not TierKind.HOST or not spec.events:
-            return None  # without events the keys of its host tier are unknown
+        is_lent = (spec.tiers and spec.tiers[0].kind is TierKind.HOST) or _lends_pool(spec)
+        if not is_lent or not spec.events:
+            return None  # without events the keys that it holds are unknown
         digest = registration.namespace
         namespace = self.namespaces.setdefault(digest, Namespace(digest if self._config.peer_services else b""))
         member = Member(host.name, host, spec, registration.num_ranks, workers)
@@ -316,6 +318,11 @@ class Registry:
             _limit(tier.num_blocks, config.max_blocks, "max_blocks", f"tiers[{index}].num_blocks")
         _check_room(blocks <= config.max_total_blocks, f"{spec.num_stamps} blocks", "max_total_blocks", "num_blocks")
         _check_room(len(self) < config.max_replicas, "another replica", "max_replicas", "replica")
+
+
+def _lends_pool(spec: ReplicaSpec) -> bool:
+    """Whether peers read the pool of a replica, which is in host memory."""
+    return bool(spec.tiers) and spec.tiers[0].kind is TierKind.PEERS
 
 
 def is_model_name(name: str) -> bool:

@@ -7,9 +7,9 @@ from random import Random
 import pytest
 
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.groups import SavePolicy, TierKind, TierSpec
+from kvplane.base.groups import Medium, SavePolicy, TierKind, TierSpec
 from kvplane.base.sections import Peers
-from kvplane.base.step import Part
+from kvplane.base.step import Part, Step
 from kvplane_core.face import inspect, setup
 from kvplane_core.face.keys import seal_key
 from kvplane_core.face.state import export_state
@@ -118,6 +118,31 @@ def test_what_a_peer_has_is_not_saved_and_nothing_is_saved_at_peers():
     assert host.num_held > 0
     assert all(host.find(("", 0, one)) is None for one in digests(SPEC, TEXT))
     assert peers.num_held == 3
+    inspect.check(engine.replica)
+
+
+def test_an_engine_whose_pool_peers_read_loads_from_them_and_saves_nothing():
+    """The pool is in host memory: what leaves it is nowhere else, and its tier is what peers have."""
+    engine = Mover(full(), tiers=(PEERS,), pool=Medium.HOST)
+    engine.step(Part(peers=rows(TEXT)))
+    asked = engine.ask(3, TEXT + "x")
+    assert (asked.hit, list(asked.result.orders.load_tier)) == (12, [0, 0, 0])
+    engine.cache(jobs_done=asked.result.admit_job)
+    engine.end(3)
+    for at in range(12):
+        engine.serve(1, "".join(chr(300 + 16 * at + one) for one in range(16)))
+        assert engine.saved == []
+    assert engine.tiers.each[0].num_held == 3
+    assert engine.ask(4, TEXT + "x").hit == 12
+    inspect.check(engine.replica)
+
+
+@pytest.mark.parametrize(("tiers", "pool"), [((HOST, PEERS), Medium.DEVICE), ((PEERS,), Medium.HOST)])
+def test_a_core_that_has_recovered_learns_what_peers_have(tiers, pool):
+    engine = Mover(full(), tiers=tiers, pool=pool)
+    engine.replica.recover(2, [[0] * engine.replica.spec.num_stamps], [])
+    engine.replica.apply(Step(2, 1, [Part(peers=rows(TEXT))]))
+    assert engine.tiers.each[-1].num_held == 3
     inspect.check(engine.replica)
 
 

@@ -58,7 +58,7 @@ async def lend(folder: Path) -> None:
     LentSite.folder = folder
     site = LentSite(1, pool_of(2, (FULL,)), registry=app.registry)
     (world,) = site.worlds
-    lender = ArenaLender(tiers_of(world, 0)[0], folder)
+    lender = ArenaLender(tiers_of(world, 0)[0].arena, folder)
     serve(world)
     print(address, flush=True)
     while os.getppid() != 1:  # the test has ended

@@ -5,50 +5,33 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import pytest
 
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.groups import Medium, SavePolicy
-from kvplane.base.hashing import HashScheme, RequestHasher, pack_tokens, split_hashes
+from kvplane.base.groups import Medium
 from kvplane.base.requests import Content
 from kvplane.base.step import EventKind
-from kvplane.blocking.client import Client
 from kvplane.v1 import allocation_pb2 as pb
-from kvplane_core.face.interface import INSIDE
 from kvplane_core.face.state import digest
 from kvplane_tools.cli.query.replica import _description
-from kvplane_vllm.target import Target
-from kvplane_vllm.tiers import hints, rank
+from kvplane_vllm.tiers import hints
 from kvplane_vllm.tiers.host import HostAllocator, host_spec
 from kvplane_vllm.tiers.messages import Ready
 from kvplane_vllm.tiers.planner import Planner
-from kvplane_vllm.tiers.service import Service
 from tests.service.rig import running
-from tests.vllm.tier_world import Request, World, engine_spec, options
+from tests.vllm.followed import Followed, hashed_as_by_a_service
+from tests.vllm.tier_world import Request, engine_spec, options
 
-NAME, APPLIED_S = "engine-tiers", 20.0
+NAME = "engine-tiers"
 HOST, SLOTS = 70, 600
 
 
 @pytest.fixture(autouse=True)
-def hashed_as_by_a_service(monkeypatch):
-    monkeypatch.setattr(rank, "content_of", lambda *_: bytes(range(16)))
-    monkeypatch.setattr(Request, "block_hashes", property(lambda one: hashes_of(one.tokens)))
-    with TemporaryDirectory(prefix="kvplane-") as folder:  # its path is short enough for a socket
-        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+def hashed():
+    with hashed_as_by_a_service():
         yield
-
-
-SCHEME = HashScheme.of(engine_spec(128, 64))
-
-
-def hashes_of(tokens):
-    """As the service computes them."""
-    return split_hashes(RequestHasher(SCHEME).append(pack_tokens(tokens)), SCHEME.digest.size)
 
 
 @pytest.fixture
@@ -57,69 +40,11 @@ def service():
         yield one
 
 
-class Followed(World):
-    """An engine whose tiers a service follows."""
+def followed(service, folder):
+    return Followed(service, NAME, options(HOST, folder, SLOTS))
 
-    def __init__(self, service, folder, seed=5, slots=SLOTS, save=SavePolicy.THROUGH):
-        self.follows = Service(Target(service.address, NAME))
-        self.client = Client(service.channel)
-        super().__init__(seed, options(HOST, folder, slots, save), 0, service=self.follows)
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.rank.close()
-        self.planner.host.shut_down()
-
-    def applied(self):
-        """Wait until the service has applied all steps; no answer of it differed from the engine's."""
-        while self.planner.host.is_open:
-            self.turn()
-        assert self.follows.sender.wait_applied(APPLIED_S), self.follows.sender.state
-        assert self.follows.sender.state.divergences == 0
-
-    def asked(self, call):
-        """Run steps until a call of the service is answered."""
-        self.applied()
-        with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(call)
-            while not answer.done():
-                self.turn()
-            return answer.result()
-
-    def turn(self):
-        self.schedule()
-        while self.flight:
-            self.execute()
-        time.sleep(0.001)
-
-    def idle(self):
-        """Run steps until no copy and no job is in flight."""
-        while self.planner.is_busy or self.flight or self.requests:
-            self.turn()
-
-    def answer(self, prompt, hint=None):
-        """Let a request with this prompt be computed, or loaded."""
-        name, self.count = str(self.count), self.count + 1
-        flags = {"skip_reading_prefix_cache": False, "resumable": False, "kv_hints": hint}
-        one = Request(
-            request_id=name, tokens=list(prompt), num_prompt_tokens=len(prompt), most=len(prompt) + 1, **flags
-        )
-        vars(one).update(state="waiting", computed=0, num_computed_tokens=0)
-        vars(one).update(tables=([], []), is_new=True, fresh=[])
-        self.planner.new_request(one)
-        self.requests[name] = one
-        self.idle()
-
-    def flood(self, first):
-        """Let other prompts pass through host memory, more than it holds."""
-        for number in range(first, first + 8):
-            self.answer([10 + number * 7, *range(71)])
-
-    def in_host(self, prompt):
-        """How many leading tokens of a prompt host memory has for all groups."""
-        return self.planner.host.replica.coordinator.lookup.find(hashes_of(prompt), "", len(prompt), INSIDE).num_tokens
+PROMPT = [3] * 40
 
 
 def hint(action_type, **payload):
@@ -127,11 +52,8 @@ def hint(action_type, **payload):
     return SimpleNamespace(actions=[action])
 
 
-PROMPT = [3] * 40
-
-
 def test_the_service_has_the_state_of_the_tiers_and_events_name_where_a_key_is(service, tmp_path):
-    with Followed(service, tmp_path / "disk") as world:
+    with followed(service, tmp_path / "disk") as world:
         batches = world.client.subscribe(NAME, after_seq=0)
         world.run(100)
         world.applied()
@@ -165,7 +87,7 @@ def test_the_service_has_the_state_of_the_tiers_and_events_name_where_a_key_is(s
 
 @pytest.mark.parametrize(("seconds", "way", "stays"), [(60, "call", True), (60, "hint", True), (0.2, "call", False)])
 def test_what_is_retained_stays_in_host_memory_until_its_end(seconds, way, stays, service, tmp_path):
-    with Followed(service, tmp_path / "disk") as world:
+    with followed(service, tmp_path / "disk") as world:
         other = [4] * 40
         world.answer([*other, 1])
         world.answer([*PROMPT, 1], hint(hints.RETAIN, ttl_s=seconds, priority=10) if way == "hint" else None)
@@ -181,7 +103,7 @@ def test_what_is_retained_stays_in_host_memory_until_its_end(seconds, way, stays
 
 @pytest.mark.parametrize("way", ["call", "hint"])
 def test_a_prompt_that_will_come_is_read_from_the_disk_before(way, service, tmp_path):
-    with Followed(service, tmp_path / "disk") as world:
+    with followed(service, tmp_path / "disk") as world:
         world.answer([*PROMPT, 1])
         world.flood(0)
         assert world.in_host(PROMPT) == 0
@@ -200,7 +122,7 @@ def test_a_prompt_that_will_come_is_read_from_the_disk_before(way, service, tmp_
 
 
 def test_evictions_and_resets_take_effect_in_the_tiers(service, tmp_path):
-    with Followed(service, tmp_path / "disk") as world:
+    with followed(service, tmp_path / "disk") as world:
         world.answer([*PROMPT, 1])
         entries = world.planner.host.replica.entries()
         blocks = [block for block in entries.block if block < HOST]

@@ -44,7 +44,7 @@ def written(slots: HostSlots, slot: int, version: int, key: int, text: bytes) ->
 def lent(folder: Path) -> Iterator[tuple[HostSlots, PeerArena]]:
     folder.mkdir(exist_ok=True)
     slots = HostSlots(HOST, WIDTH, "cpu", NAMESPACE)
-    lender = ArenaLender(slots, folder)
+    lender = ArenaLender(slots.arena, folder)
     try:
         yield slots, PeerArena(10, SLOTS, f"unix:{folder}/worker.sock", slots.incarnation)
     finally:

@@ -121,17 +121,18 @@ class KvplaneConnector(KVConnectorBase_V1, SupportsHMA):
         if len(ranks) < len(found) or self._spec is None:
             return  # without memory there is no tier
         num_blocks, tiers = tiers_of(self._cache, self.settings)
-        has_disk = bool(tiers) and all(one.has_disk for one in ranks)
+        has_tiers = bool(tiers) and all(one.has_tiers for one in ranks)
         target, service = self.settings.service, None
         if target is not None:
             from kvplane_vllm.tiers.service import Service  # needs gRPC
 
             service = Service(target)
-        spec = host_spec(self._spec, num_blocks, tiers if has_disk else (), events=service is not None)
-        host = HostAllocator(spec, ranks, self._keys(spec, ranks) if has_disk else None, service)
+        spec = host_spec(self._spec, num_blocks, tiers if has_tiers else (), events=service is not None)
+        host = HostAllocator(spec, ranks, self._keys(spec, ranks) if has_tiers else None, service)
         self.planner = Planner(host, self.settings.load_timeout_s, is_v2=self._config.use_v2_model_runner)
         slots = sum(one.num_blocks for one in spec.tiers)
-        _log.info("kvplane's tiers: %d blocks in host memory, %d on disk, %d keys kept", num_blocks, slots, host.kept)
+        where = "of peers" if self.settings.peers else "on disk"
+        _log.info("kvplane's tiers: %d blocks in host memory, %d %s, %d keys kept", num_blocks, slots, where, host.kept)
 
     def _keys(self, spec: ReplicaSpec, ranks: Sequence[Ready]) -> KeyFile | None:
         content = ranks[0].content

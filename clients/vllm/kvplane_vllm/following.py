@@ -38,10 +38,18 @@ def last_epoch(target: Target) -> int:
         return 0
 
 
-def sender_of(target: Target, replica: NativeReplica, incarnation: int = 0, takes_rows: bool = False) -> MirrorSender:
+def sender_of(
+    target: Target,
+    replica: NativeReplica,
+    incarnation: int = 0,
+    takes_rows: bool = False,
+    namespace: bytes = b"",
+    num_ranks: int = 1,
+) -> MirrorSender:
     """Return the sender of the steps of a replica, which is between two steps, and begin to connect.
 
     `incarnation`: of the memory of its blocks; 0 = they end with this process. `takes_rows`: as in `MirrorTerms`.
+    `namespace`, `num_ranks`: as in `register_engine`.
     """
     life = secrets.randbits(64) or 1
     request = OpenRequest(
@@ -54,4 +62,5 @@ def sender_of(target: Target, replica: NativeReplica, incarnation: int = 0, take
         mirror=MirrorTerms(replica.spec.commit, takes_rows=takes_rows),
     )
     export = lambda: (replica.seq, state.slices(replica))  # noqa: E731
-    return MirrorSender(target.address, request, replica.spec, export, target.access, model_name=target.model_name)
+    registered = target.model_name, namespace, num_ranks
+    return MirrorSender(target.address, request, replica.spec, export, target.access, *registered)

@@ -41,10 +41,10 @@ _log = logging.getLogger(__name__)
 class ArenaLender:
     """Passes the descriptor of a host tier on."""
 
-    def __init__(self, slots: HostSlots, run_dir: Path) -> None:
+    def __init__(self, arena: Arena, run_dir: Path) -> None:
         """Bind the socket, and begin to answer."""
-        self._layout = _LAYOUT.pack(slots.spec.num_blocks, slots.slot_bytes, slots.incarnation)
-        self._descriptor = slots.arena.descriptor
+        self._layout = _LAYOUT.pack(arena.num_slots, arena.slot_bytes, arena.incarnation)
+        self._descriptor = arena.descriptor
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(run_dir / ARENA_SOCKET))
         self._listener.listen()
@@ -96,15 +96,15 @@ class PeersOfWorker:
 
     def __init__(
         self,
-        host: HostSlots,
+        arena: Arena,
         peers: PeerSlots | None,
         run_dir: Path,
         transport: PeerTransport = PeerTransport.SHARED_MEMORY,
     ) -> None:
-        self.incarnation = host.incarnation
-        self._host, self._peers, self._transport = host, peers, transport
+        self.incarnation = arena.incarnation
+        self._arena, self._peers, self._transport = arena, peers, transport
         self._nixl = self._started() if transport is not PeerTransport.SHARED_MEMORY else None
-        self._lender = ArenaLender(host, run_dir)
+        self._lender = ArenaLender(arena, run_dir)
         self._wanted: tuple[PeerArena, ...] = ()
         self._read: dict[PeerArena, Peer] = {}
         self._refused: dict[PeerArena, Refused] = {}
@@ -113,7 +113,7 @@ class PeersOfWorker:
         self._is_closed = False
 
     def _started(self) -> NixlProcess:
-        return NixlProcess(self._host.arena, self._host.incarnation)
+        return NixlProcess(self._arena, self._arena.incarnation)
 
     @classmethod
     def of(
@@ -122,7 +122,7 @@ class PeersOfWorker:
         """Begin to lend the host tier; None without one. Raises FailedPrecondition if it cannot be lent over NIXL."""
         hosts = [one for one in tiers if isinstance(one, HostSlots)]
         peers = [one for one in tiers if isinstance(one, PeerSlots)]
-        return cls(hosts[0], peers[0] if peers else None, run_dir, transport) if hosts else None
+        return cls(hosts[0].arena, peers[0] if peers else None, run_dir, transport) if hosts else None
 
     @property
     def nixl_arena(self) -> bytes:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import secrets
 from contextlib import ExitStack
 from typing import Protocol, Self
 
-from kvplane_worker.tiers.seal import HEADER_BYTES
+from kvplane_worker.tiers.seal import HEADER_BYTES, IDENTITY_BYTES
 
 ALIGNMENT_BYTES = 4096
 _FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE of Linux 5.1, which fcntl does not name
@@ -50,10 +51,12 @@ class Arena:
         num_slots, slot_bytes: its layout.
         headers, rows: the memory, writable by its owner alone.
         descriptor: of the file, in its owner; -1 where it was closed.
+        incarnation: 16 bytes that name the memory, in its owner; no slot outlives it.
     """
 
     def __init__(self, descriptor: int, num_slots: int, slot_bytes: int, is_owner: bool) -> None:
         self.num_slots, self.slot_bytes, self.descriptor = num_slots, slot_bytes, descriptor
+        self.incarnation = secrets.token_bytes(IDENTITY_BYTES) if is_owner else b""
         access = mmap.ACCESS_WRITE if is_owner else mmap.ACCESS_READ
         memory = memoryview(mmap.mmap(descriptor, arena_bytes(num_slots, slot_bytes), access=access))
         first = aligned(num_slots * HEADER_BYTES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -119,7 +118,7 @@ class HostSlots(Slots):
         self.spec = spec
         self.slot_bytes = aligned(slot_bytes)
         self.counts = SlotCounts()
-        self.namespace, self.incarnation = namespace, secrets.token_bytes(IDENTITY_BYTES)  # no slot outlives it
+        self.namespace = namespace
         size, free = spec.num_blocks * self.slot_bytes, int(free_host_bytes() * MOST_OF_FREE)
         if size > free:
             raise OutOfMemory(
@@ -129,6 +128,7 @@ class HostSlots(Slots):
                 metadata={"asked": str(size), "free": str(free), "num_blocks": str(free // self.slot_bytes)},
             )
         self.arena = Arena.create(spec.num_blocks, self.slot_bytes)
+        self.incarnation = self.arena.incarnation
         self._view, self._headers = self.arena.rows, self.arena.headers
         self._rows = torch.frombuffer(self._view, dtype=torch.uint8).view(spec.num_blocks, self.slot_bytes)
         pin_host_memory(self._rows, device)

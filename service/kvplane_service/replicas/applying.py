@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvplane.base.errors import InternalError, KvplaneError
+from kvplane.base.groups import Medium
 from kvplane.base.step import Part, Step, StepResult
 from kvplane_core.face.interface import ReadStep, ReplicaCore
 from kvplane_service.decisions.log import Decision, DecisionLog
@@ -40,7 +41,8 @@ class Applying:
     Attributes:
         in_core: whether the core is working, or has raised an unexpected exception, which leaves its state undefined.
         changes: number of calls that may have changed the core, counted at the start of each call.
-        on_tiers: called with the events of the tiers of each part of a step that was applied; None = not needed.
+        on_lent: called with the events of the memory that peers read (the tiers, or a pool in host memory) of each part
+            of a step that was applied; None = not needed.
     """
 
     def __init__(
@@ -48,7 +50,8 @@ class Applying:
     ) -> None:
         self.in_core = False
         self.changes = 0
-        self.on_tiers: Callable[[OfParts], None] | None = None
+        self.on_lent: Callable[[OfParts], None] | None = None
+        self._lends_pool = replica.spec.pool is Medium.HOST
         self._replica = replica
         # A compiled core reads messages, and packs its own decisions.
         self._reader: Callable[[bytes], ReadStep | None] | None = getattr(replica, "read_step", None)
@@ -193,7 +196,7 @@ class Applying:
             check(result)
         self.in_core = False
         self._decisions.append(Decision(step, result, events, at_ns, took_ns), packed)
-        if self.on_tiers is not None:
-            self.on_tiers(of_tiers)
+        if self.on_lent is not None:
+            self.on_lent(events if self._lends_pool else of_tiers)
         self._events.publish_step(self._hold, step, events, of_tiers)
         return result

@@ -2,6 +2,7 @@
 
     mirror   EvictBlocks, ResetPrefixCache  -> ask -> the engine, in a part of its own -> carried_out -> the answer
              Prefetch and Retain too, of an engine that takes their rows
+             what peers have stored or evicted -> offer -> the same way, without a caller
     others   the same, Prefetch, and Retain -> ask -> merged into the engine's next step -> carried_out -> the answer
 
 A mirror may carry each out twice, so a request that may be lost is sent to it again.
@@ -20,7 +21,7 @@ from dataclasses import replace
 from itertools import chain, count
 
 from kvplane.base.errors import KvplaneError, Unavailable
-from kvplane.base.sections import Prefetch, Prefetched, Retain, Retained
+from kvplane.base.sections import Peers, Prefetch, Prefetched, Retain, Retained
 from kvplane.base.session import CacheRequest
 from kvplane.base.step import AdmitStatus, Part, PartResult, Step, StepResult
 from kvplane.base.values import PrefetchOutcome
@@ -38,6 +39,7 @@ class CacheRequests:
     Attributes:
         send: sends a request to the engine of a mirror; None while it has no stream, and for other engines.
         next_end_ns: the earliest end of a retained prefix, on the host's clock; 0 = none is retained.
+        offered: what peers have stored or evicted, until the engine of a mirror has taken it; None = nothing.
     """
 
     def __init__(self) -> None:
@@ -47,6 +49,7 @@ class CacheRequests:
         self._waiting: dict[CacheRequest, asyncio.Future[StepResult]] = {}
         self._merged: set[CacheRequest] = set()  # into a step, which may be applied
         self.next_end_ns = 0
+        self.offered: CacheRequest | None = None
         self.image_may_come = False  # the engine life states stamps, and its image, if any, has not come
 
     def ask(self, name: str, part: Part) -> Awaitable[StepResult]:
@@ -90,6 +93,12 @@ class CacheRequests:
             del self._waiting[request]
             self._merged.discard(request)
 
+    def offer(self, rows: Peers) -> None:
+        """Let the engine of a mirror know what peers have stored or evicted; `offered` is None, and it has a stream."""
+        assert self.send is not None, "the engine has a stream"
+        self.offered = CacheRequest(next(self._numbers), rows=Part(peers=rows))
+        self.send(self.offered)
+
     def is_due(self, clock: Callable[[], int]) -> bool:
         """Whether the time of a retained prefix has come; the clock is read only if there is one."""
         return self.next_end_ns > 0 and clock() >= self.next_end_ns
@@ -120,6 +129,8 @@ class CacheRequests:
 
     def carried_out(self, number: int, result: StepResult) -> None:
         """The engine has carried out the request with this number, in the step with this result."""
+        if self.offered is not None and self.offered.number == number:
+            self.offered = None
         for request, answer in self._waiting.items():
             if request.number == number and not answer.done():
                 of_prompt = request.rows is not None and bool(request.rows.prefetch.slot)
@@ -150,6 +161,8 @@ class CacheRequests:
     def send_again(self) -> None:
         """Send every request that waits: the engine has a new stream, or its image hides which step carried it out."""
         if self.send is not None:
+            if self.offered is not None:
+                self.send(self.offered)
             for request in [request for request, answer in self._waiting.items() if not answer.done()]:
                 self.send(request)
 
@@ -168,7 +181,8 @@ class CacheRequests:
         return len(self._waiting) > 0 or 0 < self.next_end_ns <= clock()
 
     def fail(self, error: KvplaneError) -> None:
-        """End the wait of all callers with this error."""
+        """End the wait of all callers with this error, and offer nothing."""
+        self.offered = None
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(error)

@@ -170,7 +170,7 @@ class HostState:
     def join(self, namespace: Namespace, member: Member) -> None:
         """Become a member of a namespace."""
         self.peers, self._note_all = namespace, member.note_all
-        self.steps.on_tiers = partial(namespace.note, member)
+        self.steps.on_lent = partial(namespace.note, member)
 
     @property
     def is_live(self) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, TypeAlias
@@ -12,7 +13,7 @@ from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import NULL_BLOCK, Medium, ReplicaSpec, TierKind
 from kvplane.base.sections import Peers
 from kvplane.base.stamps import MAX_COUNTER, MAX_EPOCH, Stamp
-from kvplane.base.step import CacheEvent
+from kvplane.base.step import CacheEvent, EventKind
 from kvplane.base.worker import PeerArena, WorkerState
 from kvplane_core.face.keys import Key
 
@@ -38,6 +39,7 @@ class Sent:
         waiting: keys whose holders have changed since.
         offered: keys in the step that is being applied, which waited before.
         readable: replicas whose host tier its workers can read, and where the range of each begins.
+        unknown: slots from this one on may hold what another service, or an earlier session, has sent.
     """
 
     epoch: int = 0
@@ -46,6 +48,7 @@ class Sent:
     waiting: dict[Key, None] = field(default_factory=dict)
     offered: list[Key] = field(default_factory=list)
     readable: frozenset[tuple[str, int]] = frozenset()
+    unknown: range = range(0)
 
 
 @dataclass(slots=True, eq=False)
@@ -92,6 +95,7 @@ class Member(Lender):
         host, spec, num_ranks: the replica.
         workers: returns its workers, by rank.
         changed: slots that may hold something else by now; None = all.
+        stored: blocks of its pool that have got a key, by step: it is shown when the step has been executed.
         sent: what was sent to it.
     """
 
@@ -100,6 +104,7 @@ class Member(Lender):
     num_ranks: int
     workers: WorkerRoster
     changed: set[int] | None = None
+    stored: deque[tuple[int, Sequence[int]]] = field(default_factory=deque)
     sent: Sent = field(default_factory=Sent)
 
     @property
@@ -108,9 +113,14 @@ class Member(Lender):
         return any(tier.kind is TierKind.PEERS for tier in self.spec.tiers)
 
     @property
+    def _lends_pool(self) -> bool:
+        """Whether its host tier is its pool: an engine that decides itself has what leaves its device there."""
+        return self.spec.pool is Medium.HOST
+
+    @property
     def num_slots(self) -> int:
-        """Slots of its host tier."""
-        return self.spec.tiers[0].num_blocks
+        """Slots of its host tier, or blocks of its pool."""
+        return self.spec.num_blocks if self._lends_pool else self.spec.tiers[0].num_blocks
 
     def lends(self) -> dict[int, PeerArena]:
         """Return the host tier of each rank whose worker has memory."""
@@ -128,14 +138,21 @@ class Member(Lender):
         return arenas if is_whole else ()
 
     def note(self, events: Iterable[CacheEvent]) -> None:
-        """Note what a step of it changed in its tiers."""
+        """Note what a step of it changed in its host tier."""
+        lent = Medium.DEVICE if self._lends_pool else Medium.HOST  # as the core names it
         for event in events:
-            if event.tier is Medium.HOST and self.changed is not None:
-                self.changed.update(event.blocks)
+            if event.kind is EventKind.CLEARED:
+                self.note_all()
+            elif event.tier is lent and self.changed is not None:
+                if self._lends_pool and event.kind is EventKind.STORED:
+                    self.stored.append((self.host.replica.seq, event.blocks))
+                else:
+                    self.changed.update(event.blocks)
 
     def note_all(self) -> None:
         """Note that anything may have changed."""
         self.changed = None
+        self.stored.clear()
 
     @property
     def had_reset(self) -> bool:
@@ -158,10 +175,12 @@ class Member(Lender):
             return None
         if self.changed is None:
             self.changed = set(range(self.num_slots))
+        while self.stored and self.stored[0][0] <= self.host.replica.executed_through:
+            self.changed.update(self.stored.popleft()[1])
         slots = sorted(islice(self.changed, MOST_READ))
         self.changed.difference_update(slots)
         found = dict[int, Held | None].fromkeys(slots)
-        first = self.spec.num_blocks
+        first = 0 if self._lends_pool else self.spec.num_blocks
         entries = self.host.replica.entries([first + slot for slot in slots]) if slots else None
         if entries is not None:
             size, at = entries.digest_size, 0

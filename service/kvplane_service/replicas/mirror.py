@@ -206,8 +206,20 @@ class Mirror:
         except KvplaneError as error:
             self._diverge(one, seen[0] if seen else None, error)
             return
+        news = step.parts[0].peers if step.parts else None
+        if news is not None and (news.slot or news.gone) and host.peers is not None:
+            host.peers.was_sent(host.name, step)
         if one.cache_request:
             self.requests.carried_out(one.cache_request, seen[0])
+
+    def offer_news(self) -> None:
+        """Send the engine what peers have stored or evicted, once it has taken what it was sent before."""
+        requests, peers = self.requests, self._host.peers
+        if peers is None or requests.send is None or requests.offered or self._image_wanted or not self.takes_rows:
+            return
+        rows = peers.news_of(self._host.name)
+        if rows is not None:
+            requests.offer(rows)
 
     def _diverge(self, one: Mirrored, result: StepResult | None, error: KvplaneError) -> None:
         self.divergences += 1
@@ -270,6 +282,9 @@ class Mirror:
         self.images += 1
         self._image_wanted = False
         self._show()
+        self.requests.offered = None
+        if host.peers is not None:
+            host.peers.continued(host.name)
         self.requests.send_again()
 
 

@@ -15,6 +15,7 @@ MOST_ROWS = 4096  # of one message
 # An empty message so often says that the service lives; one that is silent for longer hangs, or its host is gone.
 # gRPC's pings say less: its own threads answer them, also for a process whose event loop does nothing any more.
 BEAT_S, SILENT_S = 2.0, 10.0
+LOOK_S = 0.05  # between two looks for what has changed
 
 
 class PeerWatch:

@@ -77,7 +77,7 @@ class Namespace:
     def note(self, member: Member, of_parts: Iterable[Sequence[CacheEvent]]) -> None:
         """Note what the parts of a step changed in the tiers of a member."""
         if not self._is_read:
-            member.changed = None
+            member.note_all()
             return
         for events in of_parts:
             if events:
@@ -155,21 +155,35 @@ class Namespace:
         """Return the step of a replica with what was not sent to it yet; the step itself if there is nothing. Call
         `was_sent` when it was applied, and before the next call.
         """
-        me = self._members.get(name)
-        if me is None or not me.reads or not step.parts:
-            return step
-        for one in self._members.values():
-            self._read(one)
-        if me.had_reset:
-            return step
-        if me.sent.epoch != me.host.epoch:
-            me.sent = Sent(me.host.epoch, waiting=dict.fromkeys(self._holders))
-        rows = self._rows(me)
-        if not rows.slot and not rows.gone:
-            me.sent.offered.clear()
+        rows = self.news_of(name) if step.parts else None
+        if rows is None:
             return step
         first, *others = step.parts
         return step_with(step, [replace(first, peers=rows), *others], step.traceparent)
+
+    def news_of(self, name: str) -> Peers | None:
+        """Return what was not sent to a replica yet; None if there is nothing. As `with_news`."""
+        me = self._members.get(name)
+        if me is None or not me.reads:
+            return None
+        for one in self._members.values():
+            self._read(one)
+        if me.had_reset:
+            return None
+        if me.sent.epoch != me.host.epoch:
+            me.sent = Sent(me.host.epoch, waiting=dict.fromkeys(self._holders))
+        rows = self._rows(me)
+        if rows.slot or rows.gone:
+            return rows
+        me.sent.offered.clear()
+        return None
+
+    def continued(self, name: str) -> None:
+        """Record that the state of a replica is that of its engine, to which others may have sent rows."""
+        me = self._members.get(name)
+        if me is not None and me.reads:
+            known = me.spec.tiers[-1].num_blocks if me.host.replica.tiers.each[-1].num_held else 0
+            me.sent = Sent(me.host.epoch, waiting=dict.fromkeys(self._holders), unknown=range(known))
 
     def was_sent(self, name: str, step: Step) -> None:
         """Record that a step with news was applied."""
@@ -203,6 +217,8 @@ class Namespace:
             sent.readable = readable
             sent.waiting.update(dict.fromkeys(self._holders))
         sent.offered.clear()
+        rows.gone += [slot for slot in sent.unknown[:MOST_ROWS] if slot not in sent.at_slot]
+        sent.unknown = sent.unknown[MOST_ROWS:]
         for key in list(islice(sent.waiting, MOST_ROWS)):
             holders = self._holders.get(key, {}).items()
             found = next(((first[name] + slot, version) for name, (slot, version) in holders if name in first), None)

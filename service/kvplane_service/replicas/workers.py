@@ -42,13 +42,16 @@ class WorkerRoster:
         lease_ms: int,
         clock: Callable[[], int],
         tiers: TiersOfWorkers | None = None,
+        lends_pool: bool = False,
     ) -> None:
         """`plans`: memory plans, one per pipeline stage; empty if the groups were given explicitly. `clock`: monotonic
-        nanoseconds. `tiers`: None = none.
+        nanoseconds. `tiers`: None = none. `lends_pool`: peers read the pool, which is in host memory; each rank of
+        the engine registers as the worker of its memory, which has no plan.
         """
         self._plans = plans
         self._tiers = tiers or TiersOfWorkers()
         self._num_ranks = num_ranks
+        self._lends_pool = lends_pool
         self.lease_ms = lease_ms
         self._clock = clock
         self._members: dict[int, _Member] = {}
@@ -60,7 +63,7 @@ class WorkerRoster:
             WorkerExists: another worker holds the rank, and its lease is valid.
             NoPlan, InvalidArgument, FailedPrecondition: there is no plan for the rank.
         """
-        plan = self._plan_of(info.rank)
+        plan = self._plan_of(info.rank, has_memory=info.host_incarnation != b"")
         self._check_free(info)
         self._keep(info)
         return Assignment(plan, self._num_ranks, self.lease_ms, **vars(self._tiers))
@@ -91,8 +94,9 @@ class WorkerRoster:
         self._forget_silent()
         return [self._members[rank].info for rank in sorted(self._members)]
 
-    def _plan_of(self, rank: int) -> RankPlan:
-        if not self._plans:
+    def _plan_of(self, rank: int, has_memory: bool) -> RankPlan | None:
+        is_lent = self._lends_pool and has_memory
+        if not self._plans and not is_lent:
             raise NoPlan(
                 "the replica was registered with explicit groups",
                 field="replica",
@@ -102,6 +106,8 @@ class WorkerRoster:
             raise InvalidArgument(
                 f"the replica has no rank {rank}", field="worker.rank", remedy=f"give 0 to {self._num_ranks - 1}"
             )
+        if is_lent:
+            return None
         stages = len(self._plans)
         if self._num_ranks % stages:
             raise FailedPrecondition(

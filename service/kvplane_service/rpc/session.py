@@ -35,6 +35,7 @@ from kvplane_service.auth.visible import VisibleReplicas
 from kvplane_service.decisions.sent import SentResult, SentStep
 from kvplane_service.replicas.host import ReplicaHost
 from kvplane_service.replicas.mirror import Mirror
+from kvplane_service.replicas.peer_watch import LOOK_S
 from kvplane_service.replicas.step_order import check_parts
 from kvplane_service.rpc import prices
 from kvplane_service.rpc.claims import Claim, claim_worker, claimed
@@ -199,12 +200,17 @@ class _Stream:
 
         `epoch` is the number of the engine life for which the workers' pages were claimed, NEW_EPOCH if none were.
         """
+        offers: asyncio.Task[None] | None = None
         try:
             await self._open(epoch)
+            if self._is_mirror and self._host.peers is not None:
+                offers = asyncio.create_task(self._offer_news())
             await self._messages()
         except asyncio.CancelledError:
             self._raise_end()
         finally:
+            if offers is not None:
+                offers.cancel()
             if self._host.mirror.requests.send == self._send_cache_request:
                 self._host.mirror.requests.send = None
             self._host.lost(self._request.nonce)
@@ -314,6 +320,12 @@ class _Stream:
         await self._paid([one.step for one in message.mirrored], message.num_bytes)
         steps = sent.mirrored_steps
         return await mirror.apply(message.mirrored, steps.newest, steps.age_ms, self._offload)
+
+    async def _offer_news(self) -> None:
+        """Let a mirror's engine know what peers have, until the session ends."""
+        while True:
+            self._host.mirror.offer_news()
+            await asyncio.sleep(LOOK_S)
 
     def _send_cache_request(self, request: CacheRequest) -> None:
         """Send a change of the cache to the engine, after what is being sent. Does not wait."""

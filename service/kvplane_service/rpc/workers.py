@@ -15,9 +15,7 @@ from kvplane.base.worker import Renewal
 from kvplane.v1 import plan_pb2 as pb
 from kvplane_service.auth.visible import VisibleReplicas
 from kvplane_service.registry import NAMESPACE_BYTES
-from kvplane_service.replicas.peer_watch import BEAT_S, PeerWatch
-
-LOOK_S = 0.05  # between two looks for what has changed
+from kvplane_service.replicas.peer_watch import BEAT_S, LOOK_S, PeerWatch
 
 
 class WorkersServicer:

@@ -451,10 +451,12 @@ class ReplicaSpec:
         names = [kind.value for kind in kinds]
         _require(kinds == ordered, "tiers", names, "must name each kind once, host before disk or peers")
         if TierKind.PEERS in kinds:
-            _require(kinds == [TierKind.HOST, TierKind.PEERS], "tiers", names, "must be host and peers, without a disk")
-            peers = self.tiers[-1]
+            lent = [TierKind.HOST] if pool is Medium.DEVICE else []  # the memory that peers read
+            what = "host and peers" if lent else "peers alone, because the pool is in host memory"
+            _require(kinds == [*lent, TierKind.PEERS], "tiers", names, f"must be {what}, without a disk")
+            peers, name = self.tiers[-1], f"tiers[{len(lent)}]"
             is_plain = peers.save is SavePolicy.BEHIND and not peers.retained_percent
-            _require(is_plain, "tiers[1]", "save or retained_percent", "nothing is saved or retained at peers")
+            _require(is_plain, name, "save or retained_percent", "nothing is saved or retained at peers")
 
 
 def _sized(used: bool, kind: GroupKind) -> str:

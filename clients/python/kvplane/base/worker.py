@@ -166,7 +166,7 @@ class Assignment:
     """The service's answer to a worker's registration.
 
     Attributes:
-        plan: memory layout of the worker's rank.
+        plan: memory layout of the worker's rank; None = the engine has laid out the memory, which peers read.
         num_ranks: number of ranks of the replica.
         lease_ms: the registration expires if the worker does not renew it for this number of milliseconds.
         tiers: the tiers of the replica; the worker holds all their slots, with the bytes of its rank.
@@ -175,7 +175,7 @@ class Assignment:
         namespace: names what gives the bytes of a slot their meaning, with plan and rank; b"" without tiers.
     """
 
-    plan: RankPlan
+    plan: RankPlan | None
     num_ranks: int
     lease_ms: int
     tiers: tuple[TierSpec, ...] = ()

@@ -110,6 +110,8 @@ class MirrorSender:
         export: Callable[[], tuple[int, Iterator[bytes]]],
         access: Access = PLAIN,
         model_name: str = "",
+        namespace: bytes = b"",
+        num_ranks: int = 1,
     ) -> None:
         """Begin to connect, without waiting.
 
@@ -120,10 +122,11 @@ class MirrorSender:
             export: returns the number of the engine's last step and the engine's state in slices. Called now and within
                 `submit`; the slices are read on the sender's thread.
             access: TLS and token.
-            model_name: with which the replica is registered, for operators.
+            model_name, namespace, num_ranks: with which the replica is registered, see `register_engine`.
         """
         self._address, self._access = address, access
-        self._request, self._spec, self._export, self._model_name = request, spec, export, model_name
+        self._request, self._spec, self._export = request, spec, export
+        self._registered = model_name, namespace, num_ranks
         self._changed = threading.Condition()
         self._logged = MirrorLog(MOST_ITERATIONS)
         self._logged.begin_image(*export())
@@ -228,7 +231,7 @@ class MirrorSender:
         """Register, attach, and send until the stream ends, which raises, or `close` is called."""
         stub = AllocationStub(channel)
         client = Client(channel, timeout_s=OPEN_TIMEOUT_S, retry=RetryPolicy(attempts=1))
-        register_engine(client, self._request.replica, self._spec, self._model_name)
+        register_engine(client, self._request.replica, self._spec, *self._registered)
         open_request = replace(self._request, nonce=draw_nonce())
         stream = _MirrorStream(stub, open_request, self._changed, self._take, self._spec.hash_algorithm)
         try:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvplane.base.errors import AlreadyExists, Unavailable
-from kvplane.base.groups import ReplicaSpec
+from kvplane.base.groups import Medium, ReplicaSpec
 from kvplane.v1 import allocation_pb2
 from kvplane.wire import decode_spec
 
@@ -23,10 +24,18 @@ _FREE = (
 _log = logging.getLogger("kvplane.registering")
 
 
-def register_engine(client: Client, name: str, spec: ReplicaSpec, model_name: str = "") -> None:
+def register_engine(
+    client: Client,
+    name: str,
+    spec: ReplicaSpec,
+    model_name: str = "",
+    namespace: bytes = b"",
+    num_ranks: int = 1,
+) -> None:
     """Register a replica. If it exists and only its number of blocks (and the watermark, a part of them) or its tiers
     differ, it is replaced: an engine that measures its free memory finds another number in each life, and its cache
-    starts empty. Tiers, which the engine has itself, are a namespace of their own: no other replica reads them.
+    starts empty. `namespace`: digest of what gives the bytes of its tiers their meaning, for replicas that read each
+    other; b"": they are a namespace of their own.
 
     The epoch of the description guards the removal: a session that opens meanwhile keeps the replica.
 
@@ -34,14 +43,16 @@ def register_engine(client: Client, name: str, spec: ReplicaSpec, model_name: st
         AlreadyExists: a replica of this name has other settings, or workers.
         Unavailable: a session of the replica with the other number is open; try again when it has ended.
     """
-    namespace = name.encode() if spec.tiers else b""
+    namespace = namespace or (name.encode() if spec.tiers else b"")
+    register = partial(client.register_replica, num_ranks=num_ranks, namespace_digest=namespace, model_name=model_name)
     try:
-        client.register_replica(name, spec, namespace_digest=namespace, model_name=model_name)
+        register(name, spec)
     except AlreadyExists:
         found = client.describe_replica(name)
         registered = decode_spec(found.spec)
         sizes = {"num_blocks": spec.num_blocks, "watermark_blocks": spec.watermark_blocks, "tiers": spec.tiers}
-        if found.workers or replace(registered, **sizes).normalized != spec.normalized:  # type: ignore[arg-type]
+        has_workers = found.workers and spec.pool is Medium.DEVICE  # else they are of the engine's own processes
+        if has_workers or replace(registered, **sizes).normalized != spec.normalized:  # type: ignore[arg-type]
             raise
         if found.state not in _FREE:
             raise Unavailable(
@@ -50,5 +61,5 @@ def register_engine(client: Client, name: str, spec: ReplicaSpec, model_name: st
                 remedy="end the other engine, or give this one a name of its own",
             ) from None
         client.deregister_replica(name, found.epoch)
-        client.register_replica(name, spec, namespace_digest=namespace, model_name=model_name)
+        register(name, spec)
         _log.warning("%s had %d blocks and slots, and has %d now", name, registered.num_stamps, spec.num_stamps)

@@ -29,9 +29,10 @@ def decode_worker(message: pb.WorkerInfo) -> WorkerInfo:
 
 def encode_assignment(assignment: Assignment) -> pb.RegisterWorkerResponse:
     """Return the message that assigns a memory layout and a lease to a worker."""
+    plan = assignment.plan
     return pb.RegisterWorkerResponse(
-        plan=encode_plan(assignment.plan),
-        plan_digest=assignment.plan.digest(),
+        plan=encode_plan(plan) if plan is not None else None,
+        plan_digest=plan.digest() if plan is not None else "",
         num_ranks=assignment.num_ranks,
         lease_ms=assignment.lease_ms,
         tiers=encode_tiers(assignment.tiers),
@@ -44,8 +45,8 @@ def decode_assignment(message: pb.RegisterWorkerResponse) -> Assignment:
     """Return the assignment of a message. Raises InvalidArgument if the memory layout's digest is not the one in the
     message.
     """
-    plan = decode_plan(message.plan)
-    if plan.digest() != message.plan_digest:
+    plan = decode_plan(message.plan) if message.HasField("plan") else None
+    if plan is not None and plan.digest() != message.plan_digest:
         raise InvalidArgument(
             f"the received memory layout has the digest {plan.digest()}, the service sent {message.plan_digest}",
             field="plan_digest",

@@ -15,7 +15,7 @@ from itertools import chain
 import torch
 
 from kvplane_kernels.interface import GroupPages, PageOps
-from kvplane_vllm.tiers.messages import Copies
+from kvplane_vllm.tiers.messages import NO_SEALS, Copies, Seals
 
 _log = logging.getLogger("vllm.kvplane")
 
@@ -27,6 +27,7 @@ class Task:
     Attributes:
         seq: the step that has ended with it; 0 = none.
         saves, loads: as in `StepOrders`.
+        seals: of rows that earlier tasks have written.
         computed: when the device has computed the step; None on a CPU, where it has.
         reads: blocks that its saves read.
     """
@@ -34,6 +35,7 @@ class Task:
     seq: int
     saves: Sequence[Copies]
     loads: dict[str, list[Copies] | None]
+    seals: Seals = NO_SEALS
     computed: torch.cuda.Event | None = None
     reads: frozenset[int] = field(init=False)
 
@@ -44,8 +46,15 @@ class Task:
 class Copier:
     """The thread. `device` and `host`: the pages of each group; those in host memory are rows of one layer."""
 
-    def __init__(self, device: Sequence[GroupPages], host: Sequence[GroupPages], ops: PageOps) -> None:
-        self._device, self._host, self._ops = device, host, ops
+    def __init__(
+        self,
+        device: Sequence[GroupPages],
+        host: Sequence[GroupPages],
+        ops: PageOps,
+        seal: Callable[[Seals], None] = lambda _: None,
+    ) -> None:
+        """`seal`: lets peers read rows."""
+        self._device, self._host, self._ops, self._seal = device, host, ops, seal
         self._where = device[0].layers[0].device
         self._lock = threading.Condition()
         self._tasks: deque[Task] = deque()  # the first one is worked on
@@ -144,6 +153,7 @@ class Copier:
         except Exception:  # what later loads find there is unknown: the engine continues without tiers
             _log.exception("the tiers are left alone: a save failed")
             self._is_broken = True
+        self._seal(task.seals)
         good = dict[str, bool]()
         for name, parts in task.loads.items():
             try:

@@ -1,22 +1,25 @@
-"""The steps of the allocator whose device is the host memory of the ranks, and whose tier is their disk."""
+"""The steps of the allocator whose device is the host memory of the ranks, and whose tier is their disk, or peers."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvplane.base.groups import DENSE_RETENTION, CommitRule, GroupKind, Medium, ReplicaSpec, TierSpec
+from kvplane.base.groups import DENSE_RETENTION, CommitRule, GroupKind, Medium, ReplicaSpec, TierKind, TierSpec
 from kvplane.base.job_table import VERSION, JobsEnd
 from kvplane.base.session import CacheRequest
-from kvplane.base.step import Cache, Part, PartResult, Step, StepResult
+from kvplane.base.step import Cache, EventKind, Part, PartResult, Step, StepResult
 from kvplane.tier_jobs import TierJobs
+from kvplane_core.face.keys import seal_key
 from kvplane_core.face.loader import new_in_process, open_step
 from kvplane_core.face.part_rows import Update
 from kvplane_vllm.tiers.kept import KeyFile
-from kvplane_vllm.tiers.messages import PartOrders, Progress, Ready
+from kvplane_vllm.tiers.messages import NO_SEALS, PartOrders, Progress, Ready, Seals
 
 if TYPE_CHECKING:
+    from kvplane.base.sections import Peers
     from kvplane_vllm.tiers.service import Service
 
 CLOSE_S = 5.0  # for a disk that hangs
@@ -113,8 +116,10 @@ class HostAllocator:
         self._done: list[int] = []
         self._preempted: list[int] = []
         self.service, self._applied = service, list[tuple[Part, PartResult]]()
+        self._is_lent = [one.kind for one in spec.tiers] == [TierKind.PEERS]
+        self._stored: deque[tuple[int, Sequence[int]]] = deque()  # by step: blocks that have got a key
         if service is not None:
-            service.begin(self.replica)
+            service.begin(self.replica, ranks[0].content if self._is_lent else b"", len(ranks))
 
     @property
     def is_open(self) -> bool:
@@ -129,12 +134,13 @@ class HostAllocator:
     @property
     def has_work(self) -> bool:
         """Whether there are orders for the workers, or copies in flight."""
-        return bool(self._orders) or self.executed < self.last_copies
+        return bool(self._orders or self._stored) or self.executed < self.last_copies
 
     @property
     def is_busy(self) -> bool:
         """Whether copies or jobs are in flight, or have ended and the allocator does not know it; or orders wait."""
-        return bool(self._orders) or self._reported < self.last_copies or self._has_ends or self._jobs.num_moving > 0
+        waits = self._orders or self._stored or self._has_ends
+        return bool(waits) or self._reported < self.last_copies or self._jobs.num_moving > 0
 
     def report(self, progress: Progress) -> None:
         """Take what the ranks have reported."""
@@ -204,6 +210,8 @@ class HostAllocator:
             self._record(result, cache.jobs_done)
             for job in cache.jobs_failed:
                 self._saving.pop(job, None)
+        if self._is_lent:
+            self._stored += [(self._seq, event.blocks) for event in result.events if event.kind is EventKind.STORED]
         orders, jobs = result.orders, b""
         if self._has_jobs:
             self._jobs.order(self._seq, self._part, result)
@@ -222,6 +230,28 @@ class HostAllocator:
     def next_request(self) -> CacheRequest | None:
         """Return what a caller of the service asks for, to be carried out in the first part of the next step."""
         return self.service.next_request(self._seq + 1) if self.service is not None else None
+
+    def next_news(self) -> Peers | None:
+        """Return what peers have stored or evicted, as `next_request`."""
+        return self.service.next_news(self._seq + 1) if self.service is not None else None
+
+    def take_seals(self) -> Seals:
+        """Return the blocks that have got a key, in steps that have been executed since the last call, and still have
+        one.
+        """
+        stored = list[int]()
+        while self._stored and self._stored[0][0] <= self._reported:
+            stored += self._stored.popleft()[1]
+        if not stored:
+            return NO_SEALS
+        entries = self.replica.entries(stored)
+        size, groups, keys, at = entries.digest_size, list[int](), list[int](), 0
+        for run in entries.runs:
+            for row in range(at, at + run.count):
+                groups.append(run.group)
+                keys.append(seal_key((run.domain, run.group, bytes(entries.digests[row * size : (row + 1) * size]))))
+            at += run.count
+        return Seals(list(entries.block), groups, list(entries.stamp), keys)
 
     def _record(self, result: PartResult, done: Sequence[int]) -> None:
         """Record the keys of slots whose save has ended, before vLLM is answered anything that depends on them."""

@@ -153,13 +153,16 @@ def content_of(config: VllmConfig, cache: KVCacheConfig, views: Views) -> bytes:
     """
     model, parallel, text = config.model_config, config.parallel_config, cache.kv_cache_layout
     pages = [(name, one) for name, view in views.items() for one in parts_of(view)]
-    layout = [(name, one.shape, one.stride(), one.dtype, one.device.type) for name, one in pages]
+    # Of a page, not of the pool: engines with other numbers of blocks have the same rows.
+    layout = [
+        (name, one.shape[0] // cache.num_blocks, one.shape[1:], one.stride()[1:], one.dtype, one.device.type)
+        for name, one in pages
+    ]
     parts = [
         version("vllm"),
-        list(map(repr, cache.kv_cache_tensors)),
         [(repr(group.kv_cache_spec), group.layer_names) for group in cache.kv_cache_groups],
         [text, layout],
-        [parallel.world_size, parallel.data_parallel_index],
+        [parallel.world_size],
         [str(model.dtype), str(config.cache_config.cache_dtype), str(model.quantization), model.model],
         [sorted(model.hf_config.to_dict().items(), key=str), repr(getattr(model, "multimodal_config", None))],
         [config.cache_config.prefix_caching_hash_algo, os.getenv("PYTHONHASHSEED"), cache.hash_block_size],

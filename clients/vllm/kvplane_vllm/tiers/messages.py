@@ -16,14 +16,14 @@ class Ready:
     Attributes:
         epoch: of the engine life that its memory begins.
         stamps: the stamp table of blocks and slots: what the disk has kept.
-        has_disk: whether it has the disk tier that the options name.
-        content: names what gives the bytes on the disk their meaning; b"" = nothing is kept for the next start.
+        has_tiers: whether it has the tier behind host memory that the options name: a disk, or peers.
+        content: names what gives the bytes their meaning, on a disk for the next start, and for peers; b"" = nothing.
         disk: names what its file holds, another one whenever the file begins empty; 0 = there is none.
     """
 
     epoch: int
     stamps: Sequence[int]
-    has_disk: bool
+    has_tiers: bool
     content: bytes
     disk: int = 0
 
@@ -48,6 +48,18 @@ class PartOrders(NamedTuple):
     jobs: bytes
 
 
+class Seals(NamedTuple):
+    """Blocks in host memory that peers may read from now on, a column each: see `kvplane_worker.tiers.seal.Content`."""
+
+    blocks: Sequence[int]
+    groups: Sequence[int]
+    versions: Sequence[int]
+    keys: Sequence[int]
+
+
+NO_SEALS = Seals((), (), (), ())
+
+
 @dataclass(slots=True)
 class StepOrders:
     """What the workers do with a step of vLLM, to the workers.
@@ -59,6 +71,7 @@ class StepOrders:
         loads: by request, copied after the step has been computed; None = the load fails.
         overwritten: blocks that the step may zero, copy into, load into or compute: no save reads them any more when
             it begins.
+        seals: of blocks that earlier steps have written.
     """
 
     epoch: int = 0
@@ -66,6 +79,7 @@ class StepOrders:
     saves: list[Copies] = field(default_factory=list)
     loads: dict[str, list[Copies] | None] = field(default_factory=dict)
     overwritten: set[int] = field(default_factory=set)
+    seals: Seals = NO_SEALS
 
     @property
     def seq(self) -> int:

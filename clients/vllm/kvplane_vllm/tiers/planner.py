@@ -1,4 +1,5 @@
-"""The scheduler's half: an allocator of kvplane whose device is the host memory, and whose tier is the disk.
+"""The scheduler's half: an allocator of kvplane whose device is the host memory, and whose tier is the disk, or what
+peers have in host memory. What is said of the disk here is so of peers, which are read in the same way.
 
 A request of vLLM has a shadow there. What vLLM computes, the shadow "computes" by a copy:
 
@@ -94,6 +95,7 @@ class Planner:
     def matched(self, request: Request, num_computed: int) -> int | None:
         """Return how many tokens behind the computed ones are loaded; None: vLLM asks again with the next step."""
         self._follow()
+        self._learn()
         shadow = None if request.skip_reading_prefix_cache else self._shadow_of(request)
         if shadow is None:
             return 0
@@ -181,7 +183,7 @@ class Planner:
         saves, loads, self._saves, self._loads = self._saves, self._loads, [], {}
         if saves or loads:
             self.host.last_copies = self.host.seq
-        return StepOrders(self.host.epoch, self.host.take_orders(), saves, loads, overwritten)
+        return StepOrders(self.host.epoch, self.host.take_orders(), saves, loads, overwritten, self.host.take_seals())
 
     def _follow(self) -> None:
         """Let shadows hold what the step computes that vLLM has scheduled last, if they do not yet. Whatever comes
@@ -377,6 +379,7 @@ class Planner:
         for one in [one for one in self._prompts if one.state is not State.FETCHING or not self._is_in_time(one)]:
             self._prompts.remove(one)
             self._end(one, End.FREE)
+        self._learn()
         if self.host.is_open:
             return
         asked = self.host.next_request() or (self._asked.popleft() if self._asked else None)
@@ -389,6 +392,15 @@ class Planner:
             self._prefetch(asked.rows.prefetch)
         else:
             self._retain(asked.rows.retain)
+
+    def _learn(self) -> None:
+        """Begin a step with what peers have stored or evicted."""
+        if self.host.is_open or self._news or self._is_broken:
+            return
+        rows = self.host.next_news()
+        if rows is not None:
+            self.host.apply(Part(peers=rows))
+            self._take_ends()
 
     def _prefetch(self, rows: Prefetch) -> None:
         """Let the disk be read for a prompt without a request. What was read stays in host memory as any block."""

@@ -6,7 +6,9 @@ import logging
 import secrets
 from typing import TYPE_CHECKING
 
-from kvplane.base.errors import FailedPrecondition, OutOfMemory
+import torch
+
+from kvplane.base.errors import FailedPrecondition, KvplaneError, OutOfMemory
 from kvplane.base.job_table import JobTable, job_table_bytes, rows_for
 from kvplane.base.stamp_table import StampTable, table_bytes
 from kvplane.base.step import Orders
@@ -16,10 +18,12 @@ from kvplane_vllm.tiers import disk
 from kvplane_vllm.tiers.copier import Copier, Task
 from kvplane_vllm.tiers.kept import content_of
 from kvplane_vllm.tiers.layout import Views, device_pages, host_plan, row_bytes
-from kvplane_vllm.tiers.messages import Progress, Ready, StepOrders
+from kvplane_vllm.tiers.messages import Progress, Ready, Seals, StepOrders
+from kvplane_vllm.tiers.peers import PeerOptions, RankPeers
 from kvplane_vllm.tiers.settings import FIELD, Settings, tiers_of
 from kvplane_worker.memory import free_host_bytes, pin_host_memory
 from kvplane_worker.pages import PageBuffers, PageMover
+from kvplane_worker.tiers.arena import Arena
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -38,9 +42,10 @@ class TierRank:
         """Allocate the tiers of the rank of this number. Raises WrongLayout, and OutOfMemory for host memory."""
         self._overlaps = not config.use_v2_model_runner  # which zeroes and copies pages before it calls the connector
         self._number = number
-        content = self._content(config, cache, views) if settings.disk is not None else b""
+        content = self._content(config, cache, views) if settings.disk is not None or settings.peers else b""
         rows, (num_blocks, specs) = row_bytes(cache), tiers_of(cache, settings)
-        ops, plan, num_ids = TorchOps(), host_plan(rows, num_blocks), num_blocks + sum(one.num_blocks for one in specs)
+        ops, plan, lends = TorchOps(), host_plan(rows, num_blocks), bool(settings.peers and content)
+        num_ids = num_blocks + (0 if settings.peers else sum(one.num_blocks for one in specs))
         device = device_pages(cache, views)
         free = int(free_host_bytes() * MOST_OF_FREE)
         if plan.size_bytes > free:
@@ -50,22 +55,29 @@ class TierRank:
                 field=f"{FIELD}.host",
                 remedy=f"give at most {free // plan.bytes_per_block * plan.bytes_per_block} bytes",
             )
-        buffers = PageBuffers.allocate(plan)
+        arena = Arena.create(num_blocks, plan.bytes_per_block) if lends else None
+        buffers = PageBuffers.allocate(plan) if arena is None else PageBuffers(plan, _tensor_of(arena))
         pin_host_memory(buffers.memory, str(device[0].layers[0].device))
         num_rows = rows_for(num_ids)
         jobs = JobTable.create(bytearray(job_table_bytes(num_rows)), num_rows)
-        self._disk = None
+        self._disk: disk.Disk | None = None
+        self.peers: RankPeers | None = None
         if settings.disk is not None:
             name = f"vllm-{config.parallel_config.data_parallel_index}-{number}"
             self._disk = disk.start(disk.DiskOptions(settings.disk, content, specs, name, number), buffers, jobs, ops)
         stamps = self._disk.stamps if self._disk is not None else _new_stamps(num_blocks)
+        if arena is not None and settings.service is not None:
+            options = PeerOptions(settings.service, specs[0], settings.peer_transport, content, rows, number)
+            self.peers = _start_peers(options, arena, buffers, stamps, jobs, ops)
+        has_tiers = self._disk is not None or self.peers is not None
         self._rank = Rank(stamps, PageMover(buffers, ops))
         self._epoch = stamps.owner_epoch + 1
         self._rank.claim(self._epoch)
-        kept = content if self._disk is not None else b""
-        self.ready = Ready(self._epoch, stamps.read_all(), self._disk is not None, kept, stamps.disk_incarnation)
+        named = content if has_tiers else b""
+        self.ready = Ready(self._epoch, stamps.read_all(), has_tiers, named, stamps.disk_incarnation)
         self._jobs, self._num_ends = jobs, 0
-        self.copier = Copier(device, [buffers.group(group) for group in range(len(rows))], ops)
+        seal = self.peers.seal if self.peers is not None else _seal_nothing
+        self.copier = Copier(device, [buffers.group(group) for group in range(len(rows))], ops, seal)
         self._loaded: set[str] = set()
         self._failed: set[str] = set()
 
@@ -80,8 +92,8 @@ class TierRank:
             self._rank.carry_out(self._epoch, part.seq, part.part, stamps)
             if part.jobs and not self._jobs.order(part.jobs):
                 _log.error("the job table of the disk is full")
-        if orders.seq:  # it has ended with its loads, if there are some
-            self.copier.submit(Task(0 if orders.loads else orders.seq, orders.saves, {}))
+        if orders.seq or orders.seals.blocks:  # it has ended with its loads, if there are some
+            self.copier.submit(Task(0 if orders.loads else orders.seq, orders.saves, {}, orders.seals))
         self.copier.fence(orders.overwritten)
 
     def end(self, orders: StepOrders) -> None:
@@ -117,6 +129,8 @@ class TierRank:
         self.copier.close()
         if self._disk is not None:
             self._disk.close()
+        if self.peers is not None:
+            self.peers.close()
 
     @staticmethod
     def _content(config: VllmConfig, cache: KVCacheConfig, views: Views) -> bytes:
@@ -125,6 +139,25 @@ class TierRank:
         except FailedPrecondition as error:
             _log.warning("%s (%s)", error.message, error.remedy)
             return b""
+
+
+def _start_peers(
+    options: PeerOptions, arena: Arena, buffers: PageBuffers, stamps: StampTable, jobs: JobTable, ops: TorchOps
+) -> RankPeers | None:
+    """Begin to lend and to read; None, with the reason in the log, if it cannot be: the engine continues without."""
+    try:
+        return RankPeers(options, arena, buffers, stamps, jobs, ops)
+    except KvplaneError as error:
+        _log.error("kvplane's tiers continue without peers: %s", error)
+        return None
+
+
+def _tensor_of(arena: Arena) -> torch.Tensor:
+    return torch.frombuffer(arena.rows, dtype=torch.uint8)
+
+
+def _seal_nothing(_: Seals) -> None:
+    """No peer reads this memory."""
 
 
 def _new_stamps(num_ids: int) -> StampTable:

@@ -16,6 +16,7 @@ from kvplane_vllm.engine_lock import EngineLock
 from kvplane_vllm.following import last_epoch, sender_of
 
 if TYPE_CHECKING:
+    from kvplane.base.sections import Peers
     from kvplane_core.face.native import NativeReplica
     from kvplane_vllm.target import Target
 
@@ -35,6 +36,7 @@ class Service:
         self.known_epoch = last_epoch(target)
         self._sender: MirrorSender | None = None
         self._asked: deque[CacheRequest] = deque()
+        self._news: deque[CacheRequest] = deque()  # what peers have
         self._carried_out: dict[int, int] = {}  # by number of a step: the request that it carries out
 
     @property
@@ -43,9 +45,11 @@ class Service:
         assert self._sender is not None, "the allocator is made"
         return self._sender
 
-    def begin(self, replica: NativeReplica) -> None:
-        """Send the state of the allocator, and from then on its steps."""
-        self._sender = sender_of(self._target, replica, takes_rows=True)
+    def begin(self, replica: NativeReplica, namespace: bytes, num_ranks: int) -> None:
+        """Send the state of the allocator, and from then on its steps. `namespace`: of what peers may read; b"" = none
+        reads it.
+        """
+        self._sender = sender_of(self._target, replica, takes_rows=True, namespace=namespace, num_ranks=num_ranks)
 
     def send(self, step: Step, result: StepResult) -> None:
         """Send a step that has ended. Never waits."""
@@ -54,10 +58,20 @@ class Service:
 
     def next_request(self, seq: int) -> CacheRequest | None:
         """Return what a caller asks for, to be carried out in the first part of this step; None = nothing."""
-        self._asked += self.sender.take_cache_requests()
-        if not self._asked:
+        return self._next(self._asked, seq)
+
+    def next_news(self, seq: int) -> Peers | None:
+        """Return what peers have stored or evicted, as `next_request`."""
+        request = self._next(self._news, seq)
+        return request.rows.peers if request is not None and request.rows is not None else None
+
+    def _next(self, waiting: deque[CacheRequest], seq: int) -> CacheRequest | None:
+        for one in self.sender.take_cache_requests():
+            is_news = one.rows is not None and (one.rows.peers.slot or one.rows.peers.gone)
+            (self._news if is_news else self._asked).append(one)
+        if not waiting:
             return None
-        request = self._asked.popleft()
+        request = waiting.popleft()
         self._carried_out[seq] = request.number
         return request
 

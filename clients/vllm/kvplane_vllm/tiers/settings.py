@@ -8,17 +8,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.groups import SavePolicy, TierKind, TierSpec
+from kvplane.base.groups import MAX_BLOCKS, SavePolicy, TierKind, TierSpec
 from kvplane.base.units import parse_bytes, parse_duration
 from kvplane_vllm.target import ACCESS, FIXED_HASHES, MODEL_NAME, Target, of_rank, shown, target_of
 from kvplane_vllm.tiers.layout import host_plan, row_bytes
+from kvplane_worker.nixl.transport import PeerTransport
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 FIELD = "kv_transfer_config.kv_connector_extra_config"
-OPTIONS = ("host", "disk", "disk_size", "save", "load_timeout", "address", "replica", *ACCESS)
+OPTIONS = (
+    "host", "disk", "disk_size", "save", "load_timeout", "address", "replica", "peers", "peer_transport", *ACCESS
+)  # fmt: skip
+MOST_PEERS = 1024
 RETAINED_PERCENT = 25  # of host memory and of the disk, for one owner
 LEAVE_OUT = "leave --kv-transfer-config out"
 
@@ -106,6 +110,8 @@ class Settings:
         save: when blocks in host memory are copied to the disk.
         load_timeout_s: how long a request waits for the disk before it is computed.
         service: follows the tiers; None = no service knows them.
+        peers: engines that one is loaded from, as if each had as much host memory; 0 = from none, and it lends none.
+        peer_transport: how their host memory is read.
     """
 
     host_bytes: int
@@ -114,6 +120,8 @@ class Settings:
     save: SavePolicy
     load_timeout_s: float
     service: Target | None = None
+    peers: int = 0
+    peer_transport: PeerTransport = PeerTransport.SHARED_MEMORY
 
 
 def settings_of(config: VllmConfig) -> Settings:
@@ -140,7 +148,8 @@ def settings_of(config: VllmConfig) -> Settings:
     policies = [one.value for one in SavePolicy]
     if given.get("save", policies[0]) not in policies:
         raise _wrong("save", f"{given['save']!r} is no policy", f"give one of {', '.join(policies)}")
-    more = (*(REFUSED_WITH_DISK if disk else ()), *(REFUSED_WITH_SERVICE if "address" in given else ()))
+    peers = _peers_of(given)
+    more = [*(REFUSED_WITH_DISK if disk or peers else ()), *(REFUSED_WITH_SERVICE if "address" in given else ())]
     for problem, field, remedy, applies in (*REFUSED, *more):
         if applies(config):
             raise InvalidArgument(f"kvplane's tiers do not run with this engine: {problem}", field=field, remedy=remedy)
@@ -151,7 +160,27 @@ def settings_of(config: VllmConfig) -> Settings:
         SavePolicy(given.get("save", SavePolicy.THROUGH.value)),
         parse_duration(given.get("load_timeout", "10s"), f"{FIELD}.load_timeout"),
         _service_of(config, given) if "address" in given else None,
+        peers,
+        PeerTransport(given.get("peer_transport", PeerTransport.SHARED_MEMORY.value)),
     )
+
+
+def _peers_of(given: dict[str, str]) -> int:
+    """Return the option `peers`. Raises InvalidArgument if it, or `peer_transport`, is wrong."""
+    if "peers" not in given:
+        if "peer_transport" in given:
+            raise _wrong("peer_transport", "it is for peers, and there are none", "give peers too")
+        return 0
+    if "address" not in given:
+        raise _wrong("peers", "a service says what peers have", "give address and replica too")
+    if "disk" in given:
+        raise _wrong("peers", "there was no test of peers with a disk", "leave peers, or disk and disk_size, out")
+    if not given["peers"].isdecimal() or not 1 <= int(given["peers"]) <= MOST_PEERS:
+        raise _wrong("peers", f"{given['peers']!r} is no number of engines", f"give 1 to {MOST_PEERS}")
+    ways = [one.value for one in PeerTransport]
+    if given.get("peer_transport", ways[0]) not in ways:
+        raise _wrong("peer_transport", f"{given['peer_transport']!r} is no transport", f"give one of {', '.join(ways)}")
+    return int(given["peers"])
 
 
 def _service_of(config: VllmConfig, given: dict[str, str]) -> Target:
@@ -184,11 +213,16 @@ def check_groups(config: KVCacheConfig) -> None:
 
 
 def tiers_of(config: KVCacheConfig, settings: Settings) -> tuple[int, tuple[TierSpec, ...]]:
-    """Return the blocks in host memory, and the tier on the disk. Raises InvalidArgument if one has room for none."""
+    """Return the blocks in host memory, and the tier behind it: a disk, or peers. Raises InvalidArgument if one has no
+    room for a block.
+    """
     width = host_plan(row_bytes(config), 2).bytes_per_block
     num_blocks = settings.host_bytes // width
     if num_blocks < 2:
         raise _wrong("host", f"{settings.host_bytes} bytes have room for no block of {width} bytes", "give more")
+    if settings.peers:
+        most = min(settings.peers * num_blocks, MAX_BLOCKS)
+        return num_blocks, (TierSpec(TierKind.PEERS, most, SavePolicy.BEHIND),)
     if settings.disk is None:
         return num_blocks, ()
     slot_bytes = TierKind.DISK.slot_bytes(width)

@@ -19,6 +19,7 @@ class SaveBehind {
     void CloseStep(Int next_victim) {
         tiers_.demand = std::max(tiers_.demand_now, tiers_.demand - tiers_.demand / 16);
         tiers_.demand_now = 0;
+        if (tiers_.each[0].is_of_peers) return;  // nothing is saved there
         const Int ahead = std::min(spec_.most_ahead, kAheadSteps * tiers_.demand);
         Int left = std::min(kSavedSteps * tiers_.demand, kMaxJobs - tiers_.jobs.size());
         if (pool_.retained.num_free() > 0) left = SaveRetained(ahead - pool_.free.count(), left);

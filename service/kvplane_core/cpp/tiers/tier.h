@@ -152,6 +152,7 @@ class Tier {
     }
     // Behind the last one of these.
     void EndInstall() {
+        if (is_of_peers) return;  // all of its slots are used
         while (!record_.empty() && record_.back() == kNoRecord) DropLastSlot();
         for (Int slot = 0; slot < num_used(); ++slot) {
             if (!HasKey(slot)) free.push_back(static_cast<uint32_t>(slot));

@@ -50,6 +50,8 @@ class SaveBehind:
         tiers = self._tiers
         tiers.demand = max(tiers.demand_now, tiers.demand - tiers.demand // 16)
         tiers.demand_now = 0
+        if tiers.each[0].is_of_peers:
+            return  # nothing is saved there
         ahead = min(self._most_ahead, AHEAD_STEPS * tiers.demand)
         room = min(SAVED_STEPS * tiers.demand, MAX_JOBS - len(tiers.jobs))
         if self._pool.retained.num_free:

@@ -165,6 +165,8 @@ class Tier:
         for slot, key, version in rows:
             if slot not in self.key and key not in self.recent:
                 self.store(key, slot, version)
+        if self.is_of_peers:
+            return  # all of its slots are used
         self.num_used = max(self.key, default=-1) + 1
         self.free = [slot for slot in range(self.num_used) if slot not in self.key]
         self.take_events()

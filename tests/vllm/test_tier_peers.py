@@ -1,0 +1,235 @@
+"""Engines that load what others have in host memory: no page is wrong, and little is computed twice."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from kvplane.base.errors import NoPlan
+from kvplane.base.groups import SavePolicy
+from kvplane_service.config import Config
+from kvplane_service.rpc import session
+from kvplane_vllm.target import Target
+from kvplane_vllm.tiers import peers as lending
+from kvplane_vllm.tiers.settings import Settings
+from kvplane_worker.tiers import PeerSlots
+from tests.service.rig import running
+from tests.vllm.followed import Followed, hashed_as_by_a_service
+from tests.vllm.tier_world import PAGE
+
+PROMPT = [3] * 40
+WAIT_S = 20.0
+AMPLE, SCARCE = 4000, 70  # blocks of host memory
+
+
+@pytest.fixture(autouse=True)
+def hashed():
+    with hashed_as_by_a_service():
+        yield
+
+
+@pytest.fixture
+def service(monkeypatch):
+    monkeypatch.setattr(session, "LOOK_S", 0.002)  # these engines take a step in as little time
+    with running(Config(listen="127.0.0.1:0", worker_lease_ms=1000)) as one:
+        yield one
+
+
+def shown(condition, worlds):
+    """Let engines run steps until something holds."""
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end, "it does not come to hold"
+        for world in worlds:
+            world.answer([random.randrange(1 << 20) for _ in range(6)])
+
+
+class Peer(Followed):
+    """An engine that reads the host memory of others, and lends its own."""
+
+    def __init__(self, service, name, host=AMPLE, seed=5, lag=0):
+        self.name, self.service = name, service
+        target = Target(service.address, name)
+        super().__init__(service, name, Settings(host * PAGE, None, 0, SavePolicy.THROUGH, 5.0, target, 4), seed, lag)
+
+    @property
+    def counts(self):
+        """What was loaded from peers."""
+        return self.rank.peers.slots.counts
+
+    @property
+    def num_known(self):
+        """Blocks of peers that the engine can load."""
+        return self.planner.host.replica.tiers.each[0].num_held
+
+    @property
+    def reads(self):
+        """Names of the peers that its ranks read."""
+        return {one.replica for one in self.service.describe(self.name).peers if one.is_read}
+
+    def knows(self, *others):
+        """Run steps until the service has told the engine all that the others have, which are idle."""
+        self.applied()
+        shown(lambda: self.reads == {one.name for one in others}, [self])
+        for one in others:
+            one.applied()
+        held = lambda: sum(one.planner.host.replica.count_keys() for one in others)  # noqa: E731
+        shown(lambda: self.num_known == held(), [self])
+
+
+def test_what_one_engine_has_another_loads(service):
+    with Peer(service, "a") as a, Peer(service, "b") as b:
+        a.answer([*PROMPT, 1])
+        b.knows(a)
+        b.answer([*PROMPT, 2])
+        assert (a.wrong, b.wrong, b.planner.counts.loaded_tokens) == (0, 0, 40)
+        blocks = 10 + 2  # of full attention, and of a window of two blocks
+        assert (b.counts.loaded, b.counts.loaded_bytes, b.counts.refused) == (blocks, blocks * PAGE, 0)
+        b.applied()
+        (found,) = [one for one in service.describe("b").tiers if one.kind]
+        assert found.held_blocks == b.num_known
+
+
+def test_what_was_copied_is_lent_in_turn(service):
+    with Peer(service, "b") as b:
+        with Peer(service, "a") as a:
+            a.answer([*PROMPT, 1])
+            b.knows(a)
+            b.answer([*PROMPT, 2])
+        with Peer(service, "c") as c:
+            c.knows(b)
+            c.answer([*PROMPT, 3])
+            assert (c.wrong, c.planner.counts.loaded_tokens, c.counts.loaded) == (0, 40, 12)
+
+
+def played(service, host, seed, lag, steps=150):
+    """Let three engines answer prompts with beginnings in common at the same time; return them, at rest and closed."""
+    worlds = [Peer(service, name, host, seed, lag) for name in "abc"]
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(9) for _ in range(72)] for _ in range(40)]
+    try:
+        for world in worlds:
+            world.prompts = prompts
+            world.applied()
+        for world in worlds:
+            shown(lambda: len(world.reads) == 2, [world])  # noqa: B023 -- it is called in the loop
+        for number in range(steps + 4000):
+            for world in worlds:
+                if number < steps and len(world.requests) < 6 and rng.random() < 0.5:
+                    world.arrive()
+                if number < steps and world.of("waiting") and rng.random() < 0.05:
+                    world.abort()
+                world.schedule()
+                while len(world.flight) > rng.randint(0, lag):
+                    world.execute()
+            time.sleep(0.004)  # what peers have arrives meanwhile
+            is_idle = not any(one.requests or one.flight or one.planner.is_busy for one in worlds)
+            if number >= steps and is_idle:
+                break
+        for world in worlds:
+            world.applied()
+            assert world.planner.host.replica.block_counts.held == 0
+            assert world.planner.counts.mismatched == 0
+        return worlds
+    finally:
+        for world in worlds:
+            world.__exit__()
+
+
+@pytest.mark.parametrize(("host", "lag"), [(AMPLE, 0), (AMPLE, 2), (SCARCE, 0), (SCARCE, 1)])
+def test_no_page_is_wrong_while_engines_lend_evict_and_load(host, lag, service):
+    worlds = played(service, host, 3 + lag, lag)
+    assert sum(one.wrong for one in worlds) == 0
+    assert sum(one.checked for one in worlds) > 500
+    assert sum(one.counts.loaded for one in worlds) > 20
+
+
+def damage_payload(peer):
+    for at in range(0, len(peer.rank.peers._arena.rows), 32):
+        peer.rank.peers._arena.rows[at] ^= 1
+
+
+def damage_headers(peer):
+    peer.rank.peers._arena.headers[40] ^= 1
+    for at in range(0, len(peer.rank.peers._arena.headers), 8):
+        peer.rank.peers._arena.headers[at] ^= 1
+
+
+@pytest.mark.parametrize("damage", [damage_payload, damage_headers])
+def test_damaged_memory_is_refused_and_the_prompt_is_computed(damage, service):
+    with Peer(service, "a") as a, Peer(service, "b") as b:
+        a.answer([*PROMPT, 1])
+        b.knows(a)
+        damage(a)
+        b.answer([*PROMPT, 2])
+        assert (b.wrong, b.planner.counts.loaded_tokens, b.counts.loaded) == (0, 0, 0)
+        assert b.planner.counts.failed_loads == 1
+        assert b.planner.host.replica.block_counts.held == 0
+
+
+def test_what_is_not_verified_gives_wrong_pages(service, monkeypatch):
+    """The planted fault: a reader believes what it has copied."""
+    monkeypatch.setattr(PeerSlots, "_is_right", lambda *_: True)
+    with Peer(service, "a") as a, Peer(service, "b") as b:
+        a.answer([*PROMPT, 1])
+        b.knows(a)
+        damage_payload(a)
+        b.answer([*PROMPT, 2])
+        assert b.wrong > 0
+
+
+def test_a_row_that_is_written_again_gets_no_seal_of_what_it_held(service):
+    with Peer(service, "a") as a:
+        a.answer([*PROMPT, 1])
+        peers, stamps = a.rank.peers, a.rank.peers._stamps
+        before = bytes(peers._arena.headers)
+        peers.seal(lending.Seals([1], [0], [stamps.words[1] - 1], [5]))
+        assert bytes(peers._arena.headers) == before
+
+
+def test_after_a_reset_nothing_is_lent_or_loaded(service):
+    with Peer(service, "a") as a, Peer(service, "b") as b:
+        a.answer([*PROMPT, 1])
+        b.knows(a)
+        assert a.planner.reset()
+        a.answer([*PROMPT, 1])
+        a.applied()
+        shown(lambda: b.num_known == 0, [b])
+        b.answer([*PROMPT, 2])
+        assert (b.counts.loaded, b.counts.failed, b.wrong) == (0, 0, 0)
+
+
+def test_an_engine_that_starts_again_is_a_peer_with_other_memory(service):
+    with Peer(service, "b") as b:
+        with Peer(service, "a") as a:
+            a.answer([*PROMPT, 1])
+            b.knows(a)
+        with Peer(service, "a") as a:
+            a.answer([*[4] * 40, 1])
+            b.knows(a)
+            b.answer([*[4] * 40, 2])
+            assert (b.planner.counts.loaded_tokens, b.wrong) == (40, 0)
+            b.answer([*PROMPT, 2])
+            assert (b.planner.counts.loaded_tokens, b.wrong) == (40, 0)
+
+
+def test_engines_with_other_weights_are_no_peers(service, monkeypatch):
+    with Peer(service, "a") as a:
+        a.answer([*PROMPT, 1])
+        monkeypatch.setattr("kvplane_vllm.tiers.rank.content_of", lambda *_: bytes(16))
+        with Peer(service, "b") as b:
+            b.answer([*PROMPT, 2])
+            b.applied()
+            assert (b.reads, list(service.describe("b").peers), b.counts.loaded) == (set(), [], 0)
+
+
+def test_a_worker_that_has_no_memory_gets_no_plan(service):
+    with Peer(service, "a") as a:
+        a.answer([*PROMPT, 1])
+        a.applied()
+        peers = a.rank.peers
+        info = lending.replace(peers._info, host_incarnation=b"", rank=0)
+        with pytest.raises(NoPlan):
+            peers._client.register_worker("a", info)
