@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 
 import pytest
 
 from kvplane.base.errors import NoPlan
-from kvplane.base.groups import SavePolicy
+from kvplane.base.groups import SavePolicy, TierKind, TierSpec
+from kvplane.base.sections import Peers
+from kvplane.base.step import Part, Step
 from kvplane_service.config import Config
 from kvplane_service.rpc import session
 from kvplane_vllm.target import Target
-from kvplane_vllm.tiers import peers as lending
+from kvplane_vllm.tiers.host import host_spec
+from kvplane_vllm.tiers.messages import Seals
+from kvplane_vllm.tiers.service import joined
 from kvplane_vllm.tiers.settings import Settings
 from kvplane_worker.tiers import PeerSlots
+from tests.core.builders import new_replica
 from tests.service.rig import running
 from tests.vllm.followed import Followed, hashed_as_by_a_service
-from tests.vllm.tier_world import PAGE
+from tests.vllm.tier_world import PAGE, engine_spec
 
 PROMPT = [3] * 40
 WAIT_S = 20.0
@@ -55,9 +61,15 @@ class Peer(Followed):
         super().__init__(service, name, Settings(host * PAGE, None, 0, SavePolicy.THROUGH, 5.0, target, 4), seed, lag)
 
     @property
+    def lent(self):
+        """What its rank lends and reads."""
+        assert self.rank.peers is not None
+        return self.rank.peers
+
+    @property
     def counts(self):
         """What was loaded from peers."""
-        return self.rank.peers.slots.counts
+        return self.lent.slots.counts
 
     @property
     def num_known(self):
@@ -146,15 +158,38 @@ def test_no_page_is_wrong_while_engines_lend_evict_and_load(host, lag, service):
     assert sum(one.counts.loaded for one in worlds) > 20
 
 
+def test_what_the_service_has_said_at_different_times_is_said_at_once():
+    """Against a core that is told one after another."""
+    rng, keys = random.Random(4), [(group, bytes([number]) * 32) for group in range(2) for number in range(12)]
+    for _ in range(300):
+        said = []
+        for _ in range(rng.randint(1, 5)):
+            chosen = rng.sample(keys, rng.randint(0, 5))
+            slots = rng.sample(range(16), len(chosen))
+            digests = b"".join(digest for _, digest in chosen)
+            versions = [rng.randint(1, 99) for _ in chosen]
+            gone = rng.sample(range(16), rng.randint(0, 3))
+            said.append(Peers(slots, versions, [group for group, _ in chosen], digests, [""] * len(chosen), gone))
+        assert told(said, keys) == told([joined(said)], keys)
+
+
+def told(sections, keys):
+    """Return in which slots a core finds keys then."""
+    core = new_replica(host_spec(engine_spec(128, 64), SCARCE, (TierSpec(TierKind.PEERS, 16),)))
+    for seq, one in enumerate(sections, 1):
+        core.apply(Step(0, seq, [Part(peers=one)]))
+    return [core.tiers.each[0].find(("", *key)) for key in keys]
+
+
 def damage_payload(peer):
-    for at in range(0, len(peer.rank.peers._arena.rows), 32):
-        peer.rank.peers._arena.rows[at] ^= 1
+    for at in range(0, len(peer.lent._arena.rows), 32):
+        peer.lent._arena.rows[at] ^= 1
 
 
 def damage_headers(peer):
-    peer.rank.peers._arena.headers[40] ^= 1
-    for at in range(0, len(peer.rank.peers._arena.headers), 8):
-        peer.rank.peers._arena.headers[at] ^= 1
+    peer.lent._arena.headers[40] ^= 1
+    for at in range(0, len(peer.lent._arena.headers), 8):
+        peer.lent._arena.headers[at] ^= 1
 
 
 @pytest.mark.parametrize("damage", [damage_payload, damage_headers])
@@ -183,9 +218,9 @@ def test_what_is_not_verified_gives_wrong_pages(service, monkeypatch):
 def test_a_row_that_is_written_again_gets_no_seal_of_what_it_held(service):
     with Peer(service, "a") as a:
         a.answer([*PROMPT, 1])
-        peers, stamps = a.rank.peers, a.rank.peers._stamps
+        peers, stamps = a.lent, a.lent._stamps
         before = bytes(peers._arena.headers)
-        peers.seal(lending.Seals([1], [0], [stamps.words[1] - 1], [5]))
+        peers.seal(Seals([1], [0], [stamps.words[1] - 1], [5]))
         assert bytes(peers._arena.headers) == before
 
 
@@ -229,7 +264,7 @@ def test_a_worker_that_has_no_memory_gets_no_plan(service):
     with Peer(service, "a") as a:
         a.answer([*PROMPT, 1])
         a.applied()
-        peers = a.rank.peers
-        info = lending.replace(peers._info, host_incarnation=b"", rank=0)
+        peers = a.lent
+        info = replace(peers._info, host_incarnation=b"", rank=0)
         with pytest.raises(NoPlan):
             peers._client.register_worker("a", info)

@@ -30,7 +30,7 @@ from kvplane_service.decisions.sent import SentStep, kinds_of, step_with
 from kvplane_service.runtime.rota import Busy
 
 TIMEOUT_S = 4.0  # below the deadline of a unary call, so that its caller learns the reason
-MOST_WAITING = 64
+MOST_WAITING, MOST_OFFERED = 64, 16
 
 
 class CacheRequests:
@@ -39,7 +39,7 @@ class CacheRequests:
     Attributes:
         send: sends a request to the engine of a mirror; None while it has no stream, and for other engines.
         next_end_ns: the earliest end of a retained prefix, on the host's clock; 0 = none is retained.
-        offered: what peers have stored or evicted, until the engine of a mirror has taken it; None = nothing.
+        offered: what peers have stored or evicted, in order, until the engine of a mirror has taken it.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class CacheRequests:
         self._waiting: dict[CacheRequest, asyncio.Future[StepResult]] = {}
         self._merged: set[CacheRequest] = set()  # into a step, which may be applied
         self.next_end_ns = 0
-        self.offered: CacheRequest | None = None
+        self.offered: list[CacheRequest] = []
         self.image_may_come = False  # the engine life states stamps, and its image, if any, has not come
 
     def ask(self, name: str, part: Part) -> Awaitable[StepResult]:
@@ -94,10 +94,10 @@ class CacheRequests:
             self._merged.discard(request)
 
     def offer(self, rows: Peers) -> None:
-        """Let the engine of a mirror know what peers have stored or evicted; `offered` is None, and it has a stream."""
+        """Let the engine of a mirror, which has a stream, know what peers have stored or evicted."""
         assert self.send is not None, "the engine has a stream"
-        self.offered = CacheRequest(next(self._numbers), rows=Part(peers=rows))
-        self.send(self.offered)
+        self.offered.append(CacheRequest(next(self._numbers), rows=Part(peers=rows)))
+        self.send(self.offered[-1])
 
     def is_due(self, clock: Callable[[], int]) -> bool:
         """Whether the time of a retained prefix has come; the clock is read only if there is one."""
@@ -129,8 +129,8 @@ class CacheRequests:
 
     def carried_out(self, number: int, result: StepResult) -> None:
         """The engine has carried out the request with this number, in the step with this result."""
-        if self.offered is not None and self.offered.number == number:
-            self.offered = None
+        at = next((at for at, one in enumerate(self.offered) if one.number == number), -1)
+        del self.offered[: at + 1]  # with those before it
         for request, answer in self._waiting.items():
             if request.number == number and not answer.done():
                 of_prompt = request.rows is not None and bool(request.rows.prefetch.slot)
@@ -161,9 +161,8 @@ class CacheRequests:
     def send_again(self) -> None:
         """Send every request that waits: the engine has a new stream, or its image hides which step carried it out."""
         if self.send is not None:
-            if self.offered is not None:
-                self.send(self.offered)
-            for request in [request for request, answer in self._waiting.items() if not answer.done()]:
+            waiting = [request for request, answer in self._waiting.items() if not answer.done()]
+            for request in [*self.offered, *waiting]:
                 self.send(request)
 
     def may_join(self, step: Step) -> bool:
@@ -182,7 +181,7 @@ class CacheRequests:
 
     def fail(self, error: KvplaneError) -> None:
         """End the wait of all callers with this error, and offer nothing."""
-        self.offered = None
+        self.offered.clear()
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(error)

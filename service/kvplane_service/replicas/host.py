@@ -458,7 +458,7 @@ class ReplicaHost(HostState):
 
         def done(result: StepResult) -> None:
             if self.peers is not None:
-                self.peers.was_sent(self.name, sent)
+                self.peers.was_sent(self.name, sent.parts[0].peers)
             if on_done is not None:
                 on_done(result)
 

@@ -32,7 +32,7 @@ from kvplane_core.face import loader
 from kvplane_core.face.inspect import check as check_invariants
 from kvplane_core.face.interface import BrokenInvariant, ReplicaCore
 from kvplane_service.decisions.log import Decision, Entry, Life, without_tokens
-from kvplane_service.replicas.cache_requests import CacheRequests
+from kvplane_service.replicas.cache_requests import MOST_OFFERED, CacheRequests
 from kvplane_service.replicas.host_state import HostState
 from kvplane_service.replicas.step_order import size_of
 from kvplane_service.runtime.executors import Offload
@@ -206,20 +206,21 @@ class Mirror:
         except KvplaneError as error:
             self._diverge(one, seen[0] if seen else None, error)
             return
-        news = step.parts[0].peers if step.parts else None
-        if news is not None and (news.slot or news.gone) and host.peers is not None:
-            host.peers.was_sent(host.name, step)
         if one.cache_request:
             self.requests.carried_out(one.cache_request, seen[0])
 
     def offer_news(self) -> None:
-        """Send the engine what peers have stored or evicted, once it has taken what it was sent before."""
-        requests, peers = self.requests, self._host.peers
-        if peers is None or requests.send is None or requests.offered or self._image_wanted or not self.takes_rows:
+        """Send the engine what peers have stored or evicted since, unless it has much to take already. It takes all in
+        order, what a broken stream has lost too, so what is sent counts as known to it.
+        """
+        requests, peers, name = self.requests, self._host.peers, self._host.name
+        is_full = len(requests.offered) >= MOST_OFFERED
+        if peers is None or requests.send is None or is_full or self._image_wanted or not self.takes_rows:
             return
-        rows = peers.news_of(self._host.name)
+        rows = peers.news_of(name)
         if rows is not None:
             requests.offer(rows)
+            peers.was_sent(name, rows)
 
     def _diverge(self, one: Mirrored, result: StepResult | None, error: KvplaneError) -> None:
         self.divergences += 1
@@ -282,7 +283,7 @@ class Mirror:
         self.images += 1
         self._image_wanted = False
         self._show()
-        self.requests.offered = None
+        self.requests.offered.clear()
         if host.peers is not None:
             host.peers.continued(host.name)
         self.requests.send_again()

@@ -185,11 +185,11 @@ class Namespace:
             known = me.spec.tiers[-1].num_blocks if me.host.replica.tiers.each[-1].num_held else 0
             me.sent = Sent(me.host.epoch, waiting=dict.fromkeys(self._holders), unknown=range(known))
 
-    def was_sent(self, name: str, step: Step) -> None:
-        """Record that a step with news was applied."""
+    def was_sent(self, name: str, rows: Peers) -> None:
+        """Record that a replica knows these news."""
         if name not in self._members:
             return  # it was removed meanwhile
-        rows, sent = step.parts[0].peers, self._members[name].sent
+        sent = self._members[name].sent
         sent.offered.clear()
         size = len(rows.hashes) // max(1, len(rows.slot))
         for slot in rows.gone:

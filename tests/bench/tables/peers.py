@@ -59,6 +59,6 @@ class PeerSession(PublishingSession):
         sent = self._namespace.with_news(name, step)
         result = self.replica.apply(sent)
         if sent is not step:
-            self._namespace.was_sent(name, sent)
+            self._namespace.was_sent(name, sent.parts[0].peers)
         self._namespace.note(self._member, [part.tier_events for part in result.parts])
         return result
