@@ -143,11 +143,10 @@ class Member(Lender):
         for event in events:
             if event.kind is EventKind.CLEARED:
                 self.note_all()
+            elif event.tier is lent and self._lends_pool and event.kind is EventKind.STORED:
+                self.stored.append((self.host.replica.seq, event.blocks))
             elif event.tier is lent and self.changed is not None:
-                if self._lends_pool and event.kind is EventKind.STORED:
-                    self.stored.append((self.host.replica.seq, event.blocks))
-                else:
-                    self.changed.update(event.blocks)
+                self.changed.update(event.blocks)
 
     def note_all(self) -> None:
         """Note that anything may have changed."""
@@ -171,10 +170,12 @@ class Member(Lender):
         be read of it, or it must not be.
         """
         if not self.host.is_live or self.first < 0 or self.had_reset:
-            self.changed = None
+            self.note_all()
             return None
         if self.changed is None:
             self.changed = set(range(self.num_slots))
+            if self._lends_pool:  # what steps in flight have stored is not shown yet
+                self.stored.append((self.host.replica.seq, range(self.num_slots)))
         while self.stored and self.stored[0][0] <= self.host.replica.executed_through:
             self.changed.update(self.stored.popleft()[1])
         slots = sorted(islice(self.changed, MOST_READ))
