@@ -15,7 +15,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from vllm import SamplingParams
@@ -79,8 +79,38 @@ class Timed:
         return found
 
 
-class Engine:
-    """An engine with NixlConnector, which a test drives step by step."""
+class Driven:
+    """An engine that a test drives step by step."""
+
+    llm: Any
+
+    def add(self, name: str, prompt: list[int], tokens: int, transfer: dict[str, Any] | None) -> None:
+        """Send a request; `transfer`: its kv_transfer_params."""
+        options: dict[str, Any] = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True, "detokenize": False}
+        if transfer is not None:
+            options["extra_args"] = {"kv_transfer_params": transfer}
+        self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, SamplingParams(**options))
+
+    def abort(self, name: str) -> None:
+        """Give a request up."""
+        self.llm.llm_engine.abort_request([name])
+
+    def step(self, sent: list[str]) -> dict[str, Any]:
+        """Run a step; returns what has ended in it."""
+        del sent
+        ended = {}
+        for one in self.llm.llm_engine.step():
+            if one.finished:
+                ended[one.request_id] = list(one.outputs[0].token_ids), one.kv_transfer_params
+        return {"ended": ended, "busy": self.llm.llm_engine.engine_core.engine_core.scheduler.has_requests()}
+
+    def reset(self) -> bool:
+        """Empty the prefix cache."""
+        return bool(self.llm.reset_prefix_cache())
+
+
+class Engine(Driven):
+    """An engine with NixlConnector."""
 
     def __init__(self, model: str, kind: str, num_blocks: str, timed: str, extra: str, *target: str) -> None:
         options: dict[str, Any] = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
@@ -123,33 +153,15 @@ class Engine:
 
         self._scheduler._connector_finished = early
 
-    def add(self, name: str, prompt: list[int], tokens: int, transfer: dict[str, Any] | None) -> None:
-        """Send a request; `transfer`: its kv_transfer_params."""
-        options: dict[str, Any] = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True, "detokenize": False}
-        if transfer is not None:
-            options["extra_args"] = {"kv_transfer_params": transfer}
-        self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, SamplingParams(**options))
-
-    def abort(self, name: str) -> None:
-        """Give a request up."""
-        self.llm.llm_engine.abort_request([name])
-
     def step(self, sent: list[str]) -> dict[str, Any]:
         """Run a step; returns what has ended in it, and the requests whose blocks were read by then."""
         if self._timed is not None:
             self._timed.sent |= set(sent)
-        ended = {}
-        for one in self.llm.llm_engine.step():
-            if one.finished:
-                ended[one.request_id] = list(one.outputs[0].token_ids), one.kv_transfer_params
+        found = super().step(sent)
         read = self._timed.read if self._timed is not None else []
         if self._timed is not None:
             self._timed.read = []
-        return {"ended": ended, "read": read, "busy": self._scheduler.has_requests()}
-
-    def reset(self) -> bool:
-        """Empty the prefix cache."""
-        return bool(self.llm.reset_prefix_cache())
+        return found | {"read": read}
 
     def state(self) -> dict[str, Any]:
         """Return all that was decided, and what is left."""
@@ -163,11 +175,11 @@ class Engine:
         return result
 
 
-def main() -> None:
-    """Answer commands until there are no more."""
+def serve(kind: Callable[..., Driven]) -> None:
+    """Start an engine, and answer commands until there are no more."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM's threads log there, also in the middle of a line
-    one = Engine(*sys.argv[1:])
+    one = kind(*sys.argv[1:])
     print("RESULT null", file=answers, flush=True)
     for line in sys.stdin:
         name, *arguments = json.loads(line)
@@ -175,4 +187,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(Engine)

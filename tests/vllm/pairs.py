@@ -23,17 +23,15 @@ FAR = 1 << 20  # added to blocks that the prefill engine does not have
 LASTING = {"kv_lease_duration": 3600}  # seconds that a prefill engine holds blocks for a decode engine
 
 
-class Engine:
+class Driven:
     """An engine in a process of its own."""
 
-    def __init__(self, model: str, kind: str, num_blocks: int, *target: str, **extra: Any) -> None:
-        """`extra`: options of NixlConnector. With a lease that lasts, its transfers are timed."""
-        script, timed = Path(__file__).with_name("disaggregated.py"), int(extra == LASTING)
-        words = environment.PYTHON, script, model, kind, num_blocks, timed, json.dumps(extra), *target
+    def __init__(self, script: str, *words: object, env: dict[str, str]) -> None:
+        """`script`: of this folder, with an engine of `disaggregated.Driven`."""
+        command = [str(environment.PYTHON), str(Path(__file__).with_name(script)), *map(str, words)]
         self._errors = TemporaryFile("w+")  # noqa: SIM115 - closed by `kill`
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
-        env = environment.variables_of_nixl(free_port())
-        self._process = subprocess.Popen([*map(str, words)], env=env, text=True, **pipes)
+        self._process = subprocess.Popen(command, env=env, text=True, **pipes)
 
     def answer(self) -> Any:
         """Return the next answer."""
@@ -44,7 +42,7 @@ class Engine:
         raise AssertionError(f"vLLM ended with {self._process.wait()}\n{self._errors.read()[-4000:]}")
 
     def ask(self, *command: Any) -> Any:
-        """Return the answer to a command of `disaggregated.Engine`."""
+        """Return the answer to a command: a method, with its arguments."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(command) + "\n")
         self._process.stdin.flush()
@@ -64,6 +62,15 @@ class Engine:
         self._process.kill()
         self._process.communicate()
         self._errors.close()
+
+
+class Engine(Driven):
+    """An engine with NixlConnector."""
+
+    def __init__(self, model: str, kind: str, num_blocks: int, *target: str, **extra: Any) -> None:
+        """`extra`: options of NixlConnector. With a lease that lasts, its transfers are timed."""
+        words = model, kind, num_blocks, int(extra == LASTING), json.dumps(extra), *target
+        super().__init__("disaggregated.py", *words, env=environment.variables_of_nixl(free_port()))
 
 
 @contextmanager
@@ -90,7 +97,7 @@ def prompts(seed: int) -> list[list[int]]:
     ]
 
 
-def computed(engine: Engine, chosen: Sequence[list[int]]) -> list[list[int]]:
+def computed(engine: Driven, chosen: Sequence[list[int]]) -> list[list[int]]:
     """Return the answers of an engine that computes everything."""
     found = []
     for number, prompt in enumerate(chosen):

@@ -82,7 +82,7 @@ class Peer(Followed):
         return {one.replica for one in self.service.describe(self.name).peers if one.is_read}
 
     def knows(self, *others):
-        """Run steps until the service has told the engine all that the others have, which are idle."""
+        """Run steps until the engine knows all that the others have, which are idle."""
         self.applied()
         shown(lambda: self.reads == {one.name for one in others}, [self])
         for one in others:
@@ -159,7 +159,7 @@ def test_no_page_is_wrong_while_engines_lend_evict_and_load(host, lag, service):
 
 
 def test_what_the_service_has_said_at_different_times_is_said_at_once():
-    """Against a core that is told one after another."""
+    """Against a core that learns one after another."""
     rng, keys = random.Random(4), [(group, bytes([number]) * 32) for group in range(2) for number in range(12)]
     for _ in range(300):
         said = []
@@ -170,10 +170,10 @@ def test_what_the_service_has_said_at_different_times_is_said_at_once():
             versions = [rng.randint(1, 99) for _ in chosen]
             gone = rng.sample(range(16), rng.randint(0, 3))
             said.append(Peers(slots, versions, [group for group, _ in chosen], digests, [""] * len(chosen), gone))
-        assert told(said, keys) == told([joined(said)], keys)
+        assert known_by_core(said, keys) == known_by_core([joined(said)], keys)
 
 
-def told(sections, keys):
+def known_by_core(sections, keys):
     """Return in which slots a core finds keys then."""
     core = new_replica(host_spec(engine_spec(128, 64), SCARCE, (TierSpec(TierKind.PEERS, 16),)))
     for seq, one in enumerate(sections, 1):
@@ -205,7 +205,7 @@ def test_damaged_memory_is_refused_and_the_prompt_is_computed(damage, service):
 
 
 def test_what_is_not_verified_gives_wrong_pages(service, monkeypatch):
-    """The planted fault: a reader believes what it has copied."""
+    """The planted fault: a reader trusts what it has copied."""
     monkeypatch.setattr(PeerSlots, "_is_right", lambda *_: True)
     with Peer(service, "a") as a, Peer(service, "b") as b:
         a.answer([*PROMPT, 1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,18 +24,26 @@ _FREE = (
 _log = logging.getLogger("kvplane.registering")
 
 
-def register_engine(
-    client: Client,
-    name: str,
-    spec: ReplicaSpec,
-    model_name: str = "",
-    namespace: bytes = b"",
-    num_ranks: int = 1,
-) -> None:
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a service also learns of an engine.
+
+    Attributes:
+        model_name: for operators.
+        namespace: digest of what gives the bytes of its tiers their meaning, for replicas that read each other; b"" =
+            no other reads them.
+        num_ranks: ranks of the engine.
+    """
+
+    model_name: str = ""
+    namespace: bytes = b""
+    num_ranks: int = 1
+
+
+def register_engine(client: Client, name: str, spec: ReplicaSpec, about: About) -> None:
     """Register a replica. If it exists and only its number of blocks (and the watermark, a part of them) or its tiers
     differ, it is replaced: an engine that measures its free memory finds another number in each life, and its cache
-    starts empty. `namespace`: digest of what gives the bytes of its tiers their meaning, for replicas that read each
-    other; b"": they are a namespace of their own.
+    starts empty.
 
     The epoch of the description guards the removal: a session that opens meanwhile keeps the replica.
 
@@ -43,10 +51,11 @@ def register_engine(
         AlreadyExists: a replica of this name has other settings, or workers.
         Unavailable: a session of the replica with the other number is open; try again when it has ended.
     """
-    namespace = namespace or (name.encode() if spec.tiers else b"")
-    register = partial(client.register_replica, num_ranks=num_ranks, namespace_digest=namespace, model_name=model_name)
+    namespace = about.namespace or (name.encode() if spec.tiers else b"")
+    known = {"num_ranks": about.num_ranks, "namespace_digest": namespace, "model_name": about.model_name}
+    register = partial(client.register_replica, name, spec, **known)  # type: ignore[arg-type]
     try:
-        register(name, spec)
+        register()
     except AlreadyExists:
         found = client.describe_replica(name)
         registered = decode_spec(found.spec)
@@ -61,5 +70,5 @@ def register_engine(
                 remedy="end the other engine, or give this one a name of its own",
             ) from None
         client.deregister_replica(name, found.epoch)
-        register(name, spec)
+        register()
         _log.warning("%s had %d blocks and slots, and has %d now", name, registered.num_stamps, spec.num_stamps)

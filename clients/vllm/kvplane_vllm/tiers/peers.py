@@ -46,7 +46,7 @@ _log = logging.getLogger("vllm.kvplane")
 
 @dataclass(frozen=True, slots=True)
 class PeerOptions:
-    """Whom a rank reads, and how.
+    """What a rank reads, and how.
 
     Attributes:
         service: says what peers have.
