@@ -17,13 +17,14 @@ from kvplane_service.rpc import session
 from kvplane_vllm.target import Target
 from kvplane_vllm.tiers.host import host_spec
 from kvplane_vllm.tiers.messages import Seals
+from kvplane_vllm.tiers.rank import TierRank
 from kvplane_vllm.tiers.service import joined
 from kvplane_vllm.tiers.settings import Settings
 from kvplane_worker.tiers import PeerSlots
 from tests.core.builders import new_replica
 from tests.service.rig import running
 from tests.vllm.followed import Followed, hashed_as_by_a_service
-from tests.vllm.tier_world import PAGE, engine_spec
+from tests.vllm.tier_world import PAGE, cache, engine_spec
 
 PROMPT = [3] * 40
 WAIT_S = 20.0
@@ -104,6 +105,27 @@ def test_what_one_engine_has_another_loads(service):
         assert found.held_blocks == b.num_known
 
 
+def test_what_steps_in_flight_store_while_the_service_reads_all_is_known_too(service):
+    with Peer(service, "b") as b, Peer(service, "a") as a:
+        a.applied()
+        b.applied()
+        shown(lambda: b.reads == {"a"}, [b])
+        namespace = service.app.registry.get("a").namespace
+        member, seen = namespace._members["a"], []
+
+        def read_all():
+            if member.stored and not seen:
+                seen.extend(member.stored)
+                member.note_all()
+                namespace.news_of("b")
+
+        turn = a.turn
+        a.turn = lambda: (turn(), service.in_loop(read_all))
+        a.answer([*PROMPT, 1])
+        assert seen
+        b.knows(a)
+
+
 def test_what_was_copied_is_lent_in_turn(service):
     with Peer(service, "b") as b:
         with Peer(service, "a") as a:
@@ -114,6 +136,68 @@ def test_what_was_copied_is_lent_in_turn(service):
             c.knows(b)
             c.answer([*PROMPT, 3])
             assert (c.wrong, c.planner.counts.loaded_tokens, c.counts.loaded) == (0, 40, 12)
+
+
+class Ranks:
+    """Two ranks of tensor parallelism, with equal pages."""
+
+    def __init__(self, *start):
+        self.each = [TierRank(*start, number) for number in range(2)]
+        self.loaded, self.failed = [set(), set()], set()
+
+    def begin(self, orders):
+        for one in self.each:
+            one.begin(orders)
+
+    def end(self, orders):
+        for one in self.each:
+            one.end(orders)
+
+    def take_loads(self):
+        """As vLLM: a load has ended when all ranks have ended it."""
+        for loaded, one in zip(self.loaded, self.each, strict=True):
+            ended, failed = one.take_loads()
+            loaded |= ended
+            self.failed |= failed
+        done = set.intersection(*self.loaded)
+        self.loaded = [loaded - done for loaded in self.loaded]
+        failed, self.failed = self.failed & done, self.failed - done
+        return done, failed
+
+    def progress(self):
+        first, second = (one.progress() for one in self.each)
+        return first.with_(second)
+
+    def close(self):
+        for one in self.each:
+            one.close()
+
+
+class Parallel(Peer):
+    def start_rank(self, config, settings, views):
+        return Ranks(config, cache(), settings, views)
+
+    @property
+    def ready(self):
+        return [one.ready for one in self.rank.each]
+
+
+def test_each_rank_loads_from_its_own_and_a_rank_that_cannot_is_no_peer(service):
+    with Parallel(service, "a") as a, Parallel(service, "b") as b:
+        a.answer([*PROMPT, 1])
+        b.knows(a)
+        b.answer([*PROMPT, 2])
+        assert (b.wrong, b.planner.counts.loaded_tokens) == (0, 40)
+        assert [one.peers.slots.counts.loaded for one in b.rank.each] == [12, 12]
+        a.answer([*[4] * 40, 1])
+        b.knows(a)
+        a.rank.each[1].peers._arena.headers[:] = bytes(len(a.rank.each[1].peers._arena.headers))
+        b.answer([*[4] * 40, 2])
+        assert (b.wrong, b.planner.counts.loaded_tokens) == (0, 40)
+        assert b.planner.counts.failed_loads == 1
+        with Peer(service, "c") as c:  # of another number of ranks
+            c.applied()
+            assert list(service.describe("c").peers) == []
 
 
 def played(service, host, seed, lag, steps=150):

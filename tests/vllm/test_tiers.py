@@ -97,6 +97,10 @@ def test_the_options():
     assert (found.host_bytes, found.disk, found.disk_bytes) == (1 << 30, Path("/nvme"), 2 << 30)
     assert (found.save.value, found.load_timeout_s) == ("reuse", 0.5)
     assert settings.settings_of(engine(DISK)).save.value == "through"
+    found = settings.settings_of(engine(SERVICE | {"peers": "3", "peer_transport": "nixl"}))
+    num_blocks, (tier,) = settings.tiers_of(cache_config(), found)
+    assert (found.peers, found.peer_transport.value, tier.num_blocks) == (3, "nixl", 3 * num_blocks)
+    assert settings.settings_of(engine(SERVICE)).peers == 0
 
 
 @pytest.mark.parametrize(
@@ -115,6 +119,13 @@ def test_the_options():
         ({"host": "1GiB", "token_file": "/token"}, "token_file"),
         (SERVICE | {"tls_cert": "/cert"}, "tls_ca"),
         (SERVICE | {"replica": "device"}, "replica"),
+        ({"host": "1GiB", "peers": "2"}, "peers"),
+        (SERVICE | {"peers": "0"}, "peers"),
+        (SERVICE | {"peers": "many"}, "peers"),
+        (SERVICE | {"peers": "1025"}, "peers"),
+        (SERVICE | DISK | {"peers": "2"}, "peers"),
+        (SERVICE | {"peer_transport": "nixl"}, "peer_transport"),
+        (SERVICE | {"peers": "2", "peer_transport": "mail"}, "peer_transport"),
     ],
 )
 def test_a_wrong_option_is_refused_with_its_name(given, field):
@@ -345,7 +356,7 @@ def test_a_device_that_fails_ends_the_engine_instead_of_holding_it(copier, monke
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
     event: Any = SimpleNamespace(wait=failed)
-    task = Task(1, [Copies(0, [1], [3])], {"r": [Copies(0, [2], [3])]}, event)
+    task = Task(1, [Copies(0, [1], [3])], {"r": [Copies(0, [2], [3])]}, computed=event)
     copier.submit(task)
     copier._thread.join(10)
     for call in (lambda: copier.fence({1}), copier.drain, copier.ended, lambda: copier.submit(task)):

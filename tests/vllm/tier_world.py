@@ -19,6 +19,7 @@ import torch
 
 from kvplane.base.groups import GroupKind, GroupSpec, HashAlgorithm, ReplicaSpec, SavePolicy
 from kvplane_vllm.tiers.host import HostAllocator, host_spec
+from kvplane_vllm.tiers.messages import Ready
 from kvplane_vllm.tiers.planner import Planner
 from kvplane_vllm.tiers.rank import TierRank
 from kvplane_vllm.tiers.service import Service
@@ -94,15 +95,24 @@ class World:
         config: Any = SimpleNamespace(
             use_v2_model_runner=is_v2, parallel_config=SimpleNamespace(data_parallel_index=0, world_size=1)
         )
-        self.rank = TierRank(config, cache(), settings, views)
+        self.rank = self.start_rank(config, settings, views)
         num_blocks, tiers = tiers_of(cache(), settings)
         spec = host_spec(self.engine(BUDGET * (lag + 1)), num_blocks, tiers, events=service is not None)
-        self.planner = Planner(HostAllocator(spec, [self.rank.ready], service=service), 5.0, is_v2=is_v2)
+        self.planner = Planner(HostAllocator(spec, self.ready, service=service), 5.0, is_v2=is_v2)
         self.prompts = [[self.rng.randrange(9) for _ in range(72)] for _ in range(4)]
         self.free = list(range(1, NUM_BLOCKS))
         self.requests: dict[str, Request] = {}
         self.flight: deque[Any] = deque()
         self.count = self.wrong = self.checked = self.preempted = self.aborted_loading = 0
+
+    def start_rank(self, config: Any, settings: Settings, views: Any) -> Any:
+        """Start the worker's half."""
+        return TierRank(config, cache(), settings, views)
+
+    @property
+    def ready(self) -> list[Ready]:
+        """What each rank has allocated."""
+        return [self.rank.ready]
 
     def engine(self, max_in_flight_tokens: int) -> ReplicaSpec:
         """The engine's allocator."""
