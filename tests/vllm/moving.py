@@ -137,8 +137,11 @@ class Moving:
 
     def _retire(self, number: int) -> None:
         """Compare an engine's state with its service's."""
+        self.engines[number].run(
+            "last", self._new(), 1
+        )  # a service that was started again learns its state from a step
         busy, state = self._finish(number), self.engines[number].ask("state")
-        mirror = state["mirror"]
+        mirror = self.engines[number].ask("mirror")
         if busy or state["free"] != POOLS[self._model] - 1 or state["held"] or state["mismatched"]:
             self.problems.append(f"engine {number}: it has not ended all: {state}")
         if not mirror["same_state"] or mirror["divergences"]:

@@ -40,19 +40,20 @@ class Engine(Driven):
         connector = self._scheduler.connector
         return found | {"busy": found["busy"] or (connector is not None and connector.has_pending_push_work())}
 
+    def mirror(self) -> dict[str, Any]:
+        """Return whether the service has the state of the tiers."""
+        host = self._scheduler.connector.planner.host
+        return followed(host.service.sender, host.replica, self._options["address"], self._options["replica"])
+
     def state(self) -> dict[str, Any]:
         """Return what was done, and what is left."""
         found = {"free": self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks(), "computed": self._computed}
         if not self._options:
             return found
         planner, peers = self._scheduler.connector.planner, get_kv_transfer_group().rank.peers
-        host, counts, service = planner.host, peers.slots.counts, planner.host.service
-        if host.is_open:
-            planner._close()
-        mirror = followed(service.sender, host.replica, self._options["address"], self._options["replica"])
-        held = host.replica.block_counts.held
+        held, counts = planner.host.replica.block_counts.held, peers.slots.counts
         of_peers = {name: getattr(counts, name) for name in ("loaded", "discarded", "refused", "failed")}
-        return found | {"held": held, "mirror": mirror, "peers": of_peers, "mismatched": planner.counts.mismatched}
+        return found | {"held": held, "peers": of_peers, "mismatched": planner.counts.mismatched}
 
 
 if __name__ == "__main__":

@@ -57,9 +57,13 @@ class Peer(Followed):
     """An engine that reads the host memory of others, and lends its own."""
 
     def __init__(self, service, name, host=AMPLE, seed=5, lag=0):
-        self.name, self.service = name, service
+        self.name, self.service, self.on_turn = name, service, lambda: None
         target = Target(service.address, name)
         super().__init__(service, name, Settings(host * PAGE, None, 0, SavePolicy.THROUGH, 5.0, target, 4), seed, lag)
+
+    def turn(self):
+        super().turn()
+        self.on_turn()
 
     @property
     def lent(self):
@@ -111,7 +115,8 @@ def test_what_steps_in_flight_store_while_the_service_reads_all_is_known_too(ser
         b.applied()
         shown(lambda: b.reads == {"a"}, [b])
         namespace = service.app.registry.get("a").namespace
-        member, seen = namespace._members["a"], []
+        member = namespace._members["a"]
+        seen: list[object] = []
 
         def read_all():
             if member.stored and not seen:
@@ -119,8 +124,7 @@ def test_what_steps_in_flight_store_while_the_service_reads_all_is_known_too(ser
                 member.note_all()
                 namespace.news_of("b")
 
-        turn = a.turn
-        a.turn = lambda: (turn(), service.in_loop(read_all))
+        a.on_turn = lambda: service.in_loop(read_all)
         a.answer([*PROMPT, 1])
         assert seen
         b.knows(a)
@@ -141,9 +145,10 @@ def test_what_was_copied_is_lent_in_turn(service):
 class Ranks:
     """Two ranks of tensor parallelism, with equal pages."""
 
-    def __init__(self, *start):
-        self.each = [TierRank(*start, number) for number in range(2)]
-        self.loaded, self.failed = [set(), set()], set()
+    def __init__(self, config, settings, views):
+        self.each = [TierRank(config, cache(), settings, views, number) for number in range(2)]
+        self.loaded: list[set[str]] = [set(), set()]
+        self.failed: set[str] = set()
 
     def begin(self, orders):
         for one in self.each:
@@ -175,7 +180,7 @@ class Ranks:
 
 class Parallel(Peer):
     def start_rank(self, config, settings, views):
-        return Ranks(config, cache(), settings, views)
+        return Ranks(config, settings, views)
 
     @property
     def ready(self):
