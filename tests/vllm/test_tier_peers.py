@@ -8,11 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from kvplane.base.errors import NoPlan
+from kvplane.base.errors import Diverged, NoPlan
 from kvplane.base.groups import SavePolicy, TierKind, TierSpec
 from kvplane.base.sections import Peers
 from kvplane.base.step import Part, Step
 from kvplane_service.config import Config
+from kvplane_service.replicas import mirror
 from kvplane_service.rpc import session
 from kvplane_vllm.target import Target
 from kvplane_vllm.tiers.host import host_spec
@@ -39,7 +40,8 @@ def hashed():
 
 @pytest.fixture
 def service(monkeypatch):
-    monkeypatch.setattr(session, "LOOK_S", 0.002)  # these engines take a step in as little time
+    for module in (session, mirror):
+        monkeypatch.setattr(module, "LOOK_S", 0.002)  # these engines take a step in as little time
     with running(Config(listen="127.0.0.1:0", worker_lease_ms=1000)) as one:
         yield one
 
@@ -311,6 +313,34 @@ def test_a_row_that_is_written_again_gets_no_seal_of_what_it_held(service):
         before = bytes(peers._arena.headers)
         peers.seal(Seals([1], [0], [stamps.words[1] - 1], [5]))
         assert bytes(peers._arena.headers) == before
+
+
+def test_a_service_that_accepts_few_rows_from_engines_still_says_what_peers_have(monkeypatch):
+    config = Config(listen="127.0.0.1:0", worker_lease_ms=1000, max_rows_per_step=32)
+    with running(config) as service, Peer(service, "a") as a, Peer(service, "b") as b:
+        for number in range(8):
+            a.answer([*[50 + number] * 60, 1])
+        b.knows(a)
+        assert b.num_known > 200
+        b.answer([*[50] * 60, 2])
+        assert (b.wrong, b.planner.counts.loaded_tokens) == (0, 60)
+        b.applied()
+        assert service.describe("b").mirror.images == 1
+
+
+def test_what_an_earlier_service_has_said_is_forgotten(service):
+    """As when a service starts again: it has the engine's state, and gives the memory of peers other slots."""
+    with Peer(service, "a") as a, Peer(service, "b") as b:
+        a.answer([*PROMPT, 1])
+        b.knows(a)
+        core, slots = b.planner.host.replica, range(3000, 3010)
+        digests = b"".join(bytes([at]) * 32 for at in range(10))
+        b.planner.host.apply(Part(peers=Peers(list(slots), [7] * 10, [0] * 10, digests, [""] * 10)))
+        assert b.num_known == a.planner.host.replica.count_keys() + 10
+        service.in_loop(lambda: service.app.registry.get("b").host.mirror.cut_off(Diverged("planted")))
+        shown(lambda: core.tiers.each[0].num_held == a.planner.host.replica.count_keys(), [b])
+        b.answer([*PROMPT, 2])
+        assert (b.wrong, b.planner.counts.loaded_tokens) == (0, 40)
 
 
 def test_after_a_reset_nothing_is_lent_or_loaded(service):

@@ -39,6 +39,7 @@ class Sent:
         waiting: keys whose holders have changed since.
         offered: keys in the step that is being applied, which waited before.
         readable: replicas whose host tier its workers can read, and where the range of each begins.
+        looked_s: when it was last looked for what it can read, without a step of it.
         unknown: slots from this one on may hold what another service, or an earlier session, has sent.
     """
 
@@ -48,6 +49,7 @@ class Sent:
     waiting: dict[Key, None] = field(default_factory=dict)
     offered: list[Key] = field(default_factory=list)
     readable: frozenset[tuple[str, int]] = frozenset()
+    looked_s: float = 0.0
     unknown: range = range(0)
 
 

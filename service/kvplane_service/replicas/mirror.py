@@ -25,6 +25,7 @@ from kvplane.base.errors import (
     Unavailable,
 )
 from kvplane.base.groups import ReplicaSpec
+from kvplane.base.sections import Peers
 from kvplane.base.session import CORE_VERSION, OpenRequest, Progress
 from kvplane.base.step import CacheEvent, EventKind, StepResult
 from kvplane.wire.mirror import Mirrored, answer_digest
@@ -34,6 +35,8 @@ from kvplane_core.face.interface import BrokenInvariant, ReplicaCore
 from kvplane_service.decisions.log import Decision, Entry, Life, without_tokens
 from kvplane_service.replicas.cache_requests import MOST_OFFERED, CacheRequests
 from kvplane_service.replicas.host_state import HostState
+from kvplane_service.replicas.peer_watch import LOOK_S
+from kvplane_service.replicas.peers import MOST_ROWS
 from kvplane_service.replicas.step_order import size_of
 from kvplane_service.runtime.executors import Offload
 
@@ -188,7 +191,8 @@ class Mirror:
 
     async def _apply(self, one: Mirrored, offload: Offload) -> None:
         host, step = self._host, one.step
-        rows, _ = size_of(step)
+        rows, news = size_of(step)[0], step.parts[0].peers if step.parts else Peers()
+        rows -= min(len(news.slot) + len(news.gone), MOST_ROWS)  # the service's own
         if rows > self._max_rows:
             raise self.cut_off(LimitExceeded(f"step {step.seq} has {rows} rows, {self._max_rows} are allowed"))
         if step.seq != host.seq + 1 or step.epoch != host.epoch:
@@ -217,7 +221,7 @@ class Mirror:
         is_full = len(requests.offered) >= MOST_OFFERED
         if peers is None or requests.send is None or is_full or self._image_wanted or not self.takes_rows:
             return
-        rows = peers.news_of(name)
+        rows = peers.news_of(name, LOOK_S / 2)
         if rows is not None:
             requests.offer(rows)
             peers.was_sent(name, rows)

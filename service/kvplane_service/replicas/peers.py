@@ -13,6 +13,7 @@ registered again: its weights may have changed.
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,6 +29,8 @@ from kvplane_service.replicas.lenders import Held, Lender, Member, RemoteMember,
 from kvplane_service.replicas.peer_watch import PeerWatch
 
 MOST_ROWS = 2048  # that are added to one step
+HALF_ROWS = MOST_ROWS // 2
+MAPPED_S = 0.5  # between two looks for memory that workers have mapped, of a replica without other news
 
 
 class Namespace:
@@ -42,6 +45,7 @@ class Namespace:
         self._members: dict[str, Member] = {}
         self._remote: dict[str, RemoteMember] = {}
         self._watches: list[PeerWatch] = []
+        self._read_s = 0.0  # when all members were read last
         self._is_read = False  # by a replica here, or by another service
         self._holders: dict[Key, dict[str, tuple[int, int]]] = {}  # by name: slot of its host tier, and version
 
@@ -161,13 +165,20 @@ class Namespace:
         first, *others = step.parts
         return step_with(step, [replace(first, peers=rows), *others], step.traceparent)
 
-    def news_of(self, name: str) -> Peers | None:
-        """Return what was not sent to a replica yet; None if there is nothing. As `with_news`."""
-        me = self._members.get(name)
+    def news_of(self, name: str, every_s: float = 0.0) -> Peers | None:
+        """Return what was not sent to a replica yet; None if there is nothing. As `with_news`. `every_s`: for calls
+        without a step: all replicas are read once in this time, for all who ask.
+        """
+        me, now_s = self._members.get(name), time.monotonic()
         if me is None or not me.reads:
             return None
-        for one in self._members.values():
-            self._read(one)
+        if now_s - self._read_s >= every_s:
+            self._read_s = now_s
+            for one in self._members.values():
+                self._read(one)
+        if every_s and not me.sent.waiting and not me.sent.unknown and now_s - me.sent.looked_s < MAPPED_S:
+            return None
+        me.sent.looked_s = now_s
         if me.had_reset:
             return None
         if me.sent.epoch != me.host.epoch:
@@ -217,9 +228,9 @@ class Namespace:
             sent.readable = readable
             sent.waiting.update(dict.fromkeys(self._holders))
         sent.offered.clear()
-        rows.gone += [slot for slot in sent.unknown[:MOST_ROWS] if slot not in sent.at_slot]
-        sent.unknown = sent.unknown[MOST_ROWS:]
-        for key in list(islice(sent.waiting, MOST_ROWS)):
+        rows.gone += [slot for slot in sent.unknown[:HALF_ROWS] if slot not in sent.at_slot]
+        sent.unknown = sent.unknown[HALF_ROWS:]
+        for key in list(islice(sent.waiting, MOST_ROWS - len(rows.gone))):
             holders = self._holders.get(key, {}).items()
             found = next(((first[name] + slot, version) for name, (slot, version) in holders if name in first), None)
             before = sent.by_key.get(key)
