@@ -23,6 +23,7 @@ from kvplane_worker.tiers.arena import Arena, arena_bytes
 from kvplane_worker.tiers.seal import IDENTITY_BYTES, Content
 from kvplane_worker.tiers.slots import SlotCounts
 from tests.service.rig import until
+from tests.store.servers import wait_until
 
 SLOTS, WIDTH, NAMESPACE = 6, 5000, b"weights and plan"
 HOST, PEERS = TierSpec(TierKind.HOST, SLOTS), TierSpec(TierKind.PEERS, 40)
@@ -160,7 +161,7 @@ def test_another_memory_than_the_service_said_is_not_mapped(tmp_path: Path):
                 borrow(PeerArena(arena.first_slot, SLOTS, arena.address, wrong))
         with pytest.raises(Unavailable, match="cannot be read"):
             borrow(PeerArena(arena.first_slot, SLOTS + 1, arena.address, arena.incarnation))
-        assert len(os.listdir("/proc/self/fd")) == before, "no descriptor is left"
+        wait_until(lambda: len(os.listdir("/proc/self/fd")) == before, "no descriptor is left, of the lender either")
 
 
 def test_processes_of_other_users_get_and_give_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
