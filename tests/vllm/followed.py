@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any, Self
 
 import pytest
@@ -15,7 +16,7 @@ from kvplane.base.hashing import HashScheme, RequestHasher, pack_tokens, split_h
 from kvplane.blocking.client import Client
 from kvplane_core.face.interface import INSIDE
 from kvplane_vllm.target import Target
-from kvplane_vllm.tiers import rank
+from kvplane_vllm.tiers import hints, rank
 from kvplane_vllm.tiers.service import Service
 from kvplane_vllm.tiers.settings import Settings
 from tests.vllm.tier_world import Request, World, engine_spec
@@ -103,3 +104,9 @@ class Followed(World):
         """How many leading tokens of a prompt host memory has for all groups."""
         lookup = self.planner.host.replica.coordinator.lookup
         return int(lookup.find(hashes_of(prompt), "", len(prompt), INSIDE).num_tokens)
+
+
+def hint(action_type: str, **payload: Any) -> Any:
+    """Return vLLM's KvHints with one action."""
+    action = SimpleNamespace(action_type=action_type, action_version=hints.VERSION, payload=payload)
+    return SimpleNamespace(actions=[action])

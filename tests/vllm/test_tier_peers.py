@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import threading
 import time
 from dataclasses import replace
 
 import pytest
 
-from kvplane.base.errors import Diverged, NoPlan
+from kvplane.base.errors import Diverged, NoPlan, Unavailable
 from kvplane.base.groups import SavePolicy, TierKind, TierSpec
 from kvplane.base.sections import Peers
 from kvplane.base.step import Part, Step
@@ -16,18 +18,22 @@ from kvplane_service.config import Config
 from kvplane_service.replicas import mirror
 from kvplane_service.rpc import session
 from kvplane_vllm.target import Target
+from kvplane_vllm.tiers import hints, peers
 from kvplane_vllm.tiers.host import host_spec
 from kvplane_vllm.tiers.messages import Seals
 from kvplane_vllm.tiers.rank import TierRank
 from kvplane_vllm.tiers.service import joined
 from kvplane_vllm.tiers.settings import Settings
 from kvplane_worker.tiers import PeerSlots
+from kvplane_worker.tiers.seal import HEADER_BYTES
 from tests.core.builders import new_replica
 from tests.service.rig import running
-from tests.vllm.followed import Followed, hashed_as_by_a_service
+from tests.store.servers import wait_until
+from tests.vllm.followed import Followed, hashed_as_by_a_service, hint
 from tests.vllm.tier_world import PAGE, cache, engine_spec
 
 PROMPT = [3] * 40
+OTHERS = itertools.count(1 << 20)  # first tokens of prompts that nothing else has
 WAIT_S = 20.0
 AMPLE, SCARCE = 4000, 70  # blocks of host memory
 
@@ -52,7 +58,7 @@ def shown(condition, worlds):
     while not condition():
         assert time.monotonic() < end, "it does not come to hold"
         for world in worlds:
-            world.answer([random.randrange(1 << 20) for _ in range(6)])
+            world.answer([next(OTHERS), *range(5)])
 
 
 class Peer(Followed):
@@ -309,10 +315,10 @@ def test_what_is_not_verified_gives_wrong_pages(service, monkeypatch):
 def test_a_row_that_is_written_again_gets_no_seal_of_what_it_held(service):
     with Peer(service, "a") as a:
         a.answer([*PROMPT, 1])
-        peers, stamps = a.lent, a.lent._stamps
-        before = bytes(peers._arena.headers)
-        peers.seal(Seals([1], [0], [stamps.words[1] - 1], [5]))
-        assert bytes(peers._arena.headers) == before
+        lent, stamps = a.lent, a.lent._stamps
+        before = bytes(lent._arena.headers)
+        lent.seal(Seals([1], [0], [stamps.words[1] - 1], [5]))
+        assert bytes(lent._arena.headers) == before
 
 
 def test_a_service_that_accepts_few_rows_from_engines_still_says_what_peers_have(monkeypatch):
@@ -341,6 +347,56 @@ def test_what_an_earlier_service_has_said_is_forgotten(service):
         shown(lambda: core.tiers.each[0].num_held == a.planner.host.replica.count_keys(), [b])
         b.answer([*PROMPT, 2])
         assert (b.wrong, b.planner.counts.loaded_tokens) == (0, 40)
+
+
+def test_what_a_broken_stream_has_lost_is_sent_again(service):
+    with Peer(service, "a") as a, Peer(service, "b") as b:
+        a.applied()
+        b.applied()
+        shown(lambda: b.reads == {"a"}, [b])
+        b.applied()
+        host = service.app.registry.get("b").host
+        requests = host.mirror.requests
+        service.in_loop(lambda: setattr(requests, "send", lambda _: None))
+        a.answer([*PROMPT, 1])
+        a.applied()
+        wait_until(lambda: requests.offered, "the service has sent what is lost")
+        service.in_loop(lambda: host._session.on_end(Unavailable("planted")))
+        wait_until(lambda: b.follows.sender.state.problem is not None, "the stream has ended")
+        b.knows(a)
+        b.answer([*PROMPT, 2])
+        assert (b.wrong, b.planner.counts.loaded_tokens) == (0, 40)
+        assert b.follows.sender.state.images == 1
+
+
+def test_a_prompt_that_is_read_and_not_asked_for_is_lent_in_turn(service):
+    """Its keys are stored in a step without copies."""
+    with Peer(service, "a") as a, Peer(service, "b") as b, Peer(service, "c") as c:
+        a.answer([*PROMPT, 1])
+        b.knows(a, c)
+        b.answer([8] * 6, hint(hints.PREFETCH, token_ids=PROMPT))
+        b.idle()
+        assert b.in_host(PROMPT) == 40
+        assert not b.planner.host._stored
+        headers = b.lent._arena.headers
+        sealed = [at for at in range(AMPLE) if any(headers[at * HEADER_BYTES : (at + 1) * HEADER_BYTES])]
+        assert set(b.planner.host.replica.entries(range(1, AMPLE)).block) == set(sealed)
+
+
+def test_an_engine_ends_while_its_service_hangs(service, monkeypatch):
+    monkeypatch.setattr(peers, "CLOSE_S", 0.2)
+    a = Peer(service, "a")
+    a.answer([*PROMPT, 1])
+    held = threading.Event()
+    service.loop.call_soon_threadsafe(held.wait)
+    try:
+        a.rank.close()
+        assert a.rank.peers._thread.is_alive(), "it waits for the service, and the engine does not"
+    finally:
+        held.set()
+    a.rank.peers._thread.join(WAIT_S)
+    assert not a.rank.peers._thread.is_alive()
+    a.planner.host.shut_down()
 
 
 def test_after_a_reset_nothing_is_lent_or_loaded(service):
@@ -383,7 +439,7 @@ def test_a_worker_that_has_no_memory_gets_no_plan(service):
     with Peer(service, "a") as a:
         a.answer([*PROMPT, 1])
         a.applied()
-        peers = a.lent
-        info = replace(peers._info, host_incarnation=b"", rank=0)
+        lent = a.lent
+        info = replace(lent._info, host_incarnation=b"", rank=0)
         with pytest.raises(NoPlan):
-            peers._client.register_worker("a", info)
+            lent._client.register_worker("a", info)

@@ -21,7 +21,7 @@ from kvplane_vllm.tiers.host import HostAllocator, host_spec
 from kvplane_vllm.tiers.messages import Ready
 from kvplane_vllm.tiers.planner import Planner
 from tests.service.rig import running
-from tests.vllm.followed import Followed, hashed_as_by_a_service
+from tests.vllm.followed import Followed, hashed_as_by_a_service, hint
 from tests.vllm.tier_world import Request, engine_spec, options
 
 NAME = "engine-tiers"
@@ -45,11 +45,6 @@ def followed(service, folder):
 
 
 PROMPT = [3] * 40
-
-
-def hint(action_type, **payload):
-    action = SimpleNamespace(action_type=action_type, action_version=hints.VERSION, payload=payload)
-    return SimpleNamespace(actions=[action])
 
 
 def test_the_service_has_the_state_of_the_tiers_and_events_name_where_a_key_is(service, tmp_path):

@@ -11,7 +11,7 @@ import grpc
 from kvplane.base.errors import KvplaneError
 from kvplane.base.session import MirrorTerms, OpenRequest
 from kvplane.blocking.mirror import MirrorSender
-from kvplane.blocking.registering import About
+from kvplane.blocking.registering import EngineInfo
 from kvplane.rpc.channel import open_channel
 from kvplane.rpc.status import RpcOutcome, error_of_rpc
 from kvplane.v1.allocation_pb2 import DescribeReplicaRequest
@@ -50,7 +50,7 @@ def sender_of(
     """Return the sender of the steps of a replica, which is between two steps, and begin to connect.
 
     `incarnation`: of the memory of its blocks; 0 = they end with this process. `takes_rows`: as in `MirrorTerms`.
-    `namespace`, `num_ranks`: as in `About`.
+    `namespace`, `num_ranks`: as in `EngineInfo`.
     """
     life = secrets.randbits(64) or 1
     request = OpenRequest(
@@ -63,5 +63,5 @@ def sender_of(
         mirror=MirrorTerms(replica.spec.commit, takes_rows=takes_rows),
     )
     export = lambda: (replica.seq, state.slices(replica))  # noqa: E731
-    about = About(target.model_name, namespace, num_ranks)
-    return MirrorSender(target.address, request, replica.spec, export, target.access, about)
+    info = EngineInfo(target.model_name, namespace, num_ranks)
+    return MirrorSender(target.address, request, replica.spec, export, target.access, info)

@@ -33,7 +33,7 @@ from kvplane.base.hashing.algorithms import block_digest
 from kvplane.base.session import OPEN_TIMEOUT_S, CacheRequest, Opened, OpenRequest, Progress
 from kvplane.base.step import Step, StepResult
 from kvplane.blocking.client import Client
-from kvplane.blocking.registering import About, register_engine
+from kvplane.blocking.registering import EngineInfo, register_engine
 from kvplane.rpc.access import PLAIN, Access
 from kvplane.rpc.channel import open_channel
 from kvplane.rpc.status import RpcOutcome, error_of_rpc
@@ -52,7 +52,7 @@ from kvplane.wire.mirror import (
 )
 from kvplane.wire.stream import close_message, heartbeat_message, open_message, opened_of
 
-NOTHING = About()
+NO_INFO = EngineInfo()
 MOST_ITERATIONS = 1024  # that wait for the service
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 _BEATS_PER_LEASE = 3
@@ -110,7 +110,7 @@ class MirrorSender:
         spec: ReplicaSpec,
         export: Callable[[], tuple[int, Iterator[bytes]]],
         access: Access = PLAIN,
-        about: About = NOTHING,
+        info: EngineInfo = NO_INFO,
     ) -> None:
         """Begin to connect, without waiting.
 
@@ -121,11 +121,11 @@ class MirrorSender:
             export: returns the number of the engine's last step and the engine's state in slices. Called now and within
                 `submit`; the slices are read on the sender's thread.
             access: TLS and token.
-            about: with which the replica is registered.
+            info: with which the replica is registered.
         """
         self._address, self._access = address, access
         self._request, self._spec, self._export = request, spec, export
-        self._about = about
+        self._info = info
         self._changed = threading.Condition()
         self._logged = MirrorLog(MOST_ITERATIONS)
         self._logged.begin_image(*export())
@@ -230,7 +230,7 @@ class MirrorSender:
         """Register, attach, and send until the stream ends, which raises, or `close` is called."""
         stub = AllocationStub(channel)
         client = Client(channel, timeout_s=OPEN_TIMEOUT_S, retry=RetryPolicy(attempts=1))
-        register_engine(client, self._request.replica, self._spec, self._about)
+        register_engine(client, self._request.replica, self._spec, self._info)
         open_request = replace(self._request, nonce=draw_nonce())
         stream = _MirrorStream(stub, open_request, self._changed, self._take, self._spec.hash_algorithm)
         try:

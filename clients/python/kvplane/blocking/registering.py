@@ -25,7 +25,7 @@ _log = logging.getLogger("kvplane.registering")
 
 
 @dataclass(frozen=True, slots=True)
-class About:
+class EngineInfo:
     """What a service also learns of an engine.
 
     Attributes:
@@ -40,7 +40,7 @@ class About:
     num_ranks: int = 1
 
 
-def register_engine(client: Client, name: str, spec: ReplicaSpec, about: About) -> None:
+def register_engine(client: Client, name: str, spec: ReplicaSpec, info: EngineInfo) -> None:
     """Register a replica. If it exists and only its number of blocks (and the watermark, a part of them) or its tiers
     differ, it is replaced: an engine that measures its free memory finds another number in each life, and its cache
     starts empty.
@@ -51,8 +51,8 @@ def register_engine(client: Client, name: str, spec: ReplicaSpec, about: About) 
         AlreadyExists: a replica of this name has other settings, or workers.
         Unavailable: a session of the replica with the other number is open; try again when it has ended.
     """
-    namespace = about.namespace or (name.encode() if spec.tiers else b"")
-    known = {"num_ranks": about.num_ranks, "namespace_digest": namespace, "model_name": about.model_name}
+    namespace = info.namespace or (name.encode() if spec.tiers else b"")
+    known = {"num_ranks": info.num_ranks, "namespace_digest": namespace, "model_name": info.model_name}
     register = partial(client.register_replica, name, spec, **known)  # type: ignore[arg-type]
     try:
         register()

@@ -24,7 +24,7 @@ from kvplane.base.errors import (
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.step import Orders, Part, StepResult
 from kvplane.blocking.client import connect
-from kvplane.blocking.registering import About, register_engine
+from kvplane.blocking.registering import EngineInfo, register_engine
 from kvplane.blocking.session import Session
 from kvplane.sansio.owners import Addresses
 from kvplane.sansio.retry import RetryPolicy
@@ -242,7 +242,7 @@ class Link:
     def _open(self) -> Session:
         """Register the replica and open a session; called on the thread too. Changes nothing."""
         name, wait_s = self._settings.target.replica, self._settings.step_timeout_s
-        register_engine(self._client, name, self._spec, About(self._settings.target.model_name))
+        register_engine(self._client, name, self._spec, EngineInfo(self._settings.target.model_name))
         retry = RetryPolicy(attempts=None, within_s=wait_s)
         options = {"step_timeout_s": wait_s, "open_timeout_s": wait_s, "retry": retry}
         if self._memory is not None:

@@ -85,7 +85,7 @@ class HostAllocator:
         replica: the allocator.
         epoch: of the engine life.
         executed: the last step whose copies have ended on all ranks.
-        last_copies: the last step that has copies.
+        last_copies: the last step that has copies, or stores keys of blocks that are lent.
         kept: keys that the disk has kept from earlier lives.
         service: follows the steps; None = none does.
     """
@@ -211,7 +211,9 @@ class HostAllocator:
             for job in cache.jobs_failed:
                 self._saving.pop(job, None)
         if self._is_lent:
-            self._stored += [(self._seq, event.blocks) for event in result.events if event.kind is EventKind.STORED]
+            stored = [(self._seq, event.blocks) for event in result.events if event.kind is EventKind.STORED]
+            self._stored += stored
+            self.last_copies = self._seq if stored else self.last_copies
         orders, jobs = result.orders, b""
         if self._has_jobs:
             self._jobs.order(self._seq, self._part, result)

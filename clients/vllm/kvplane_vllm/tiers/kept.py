@@ -188,7 +188,7 @@ def _weights(config: VllmConfig) -> Iterable[tuple[str | int, ...]]:
 
 def _unnamed(problem: str, field: str) -> FailedPrecondition:
     return FailedPrecondition(
-        f"the disk keeps nothing over a restart: {problem}",
+        f"what pages hold cannot be named, so no disk is kept over a restart and no peer is read: {problem}",
         field=field,
         remedy="give --model a local folder, or --revision the 40 digits of a commit",
     )

@@ -41,6 +41,7 @@ from kvplane_worker.tiers.peers import HOST
 from kvplane_worker.tiers.seal import HEADER_BYTES, IDENTITY_BYTES, Content
 
 RENEWALS_PER_LEASE, FIRST_S = 3, 1.0
+CLOSE_S = 5.0  # for a service that hangs
 _log = logging.getLogger("vllm.kvplane")
 
 
@@ -88,13 +89,14 @@ class RankPeers:
         self._rows, self._replica, self._arena, self._stamps = options.rows, target.replica, arena, stamps
         self._identity = namespace + arena.incarnation
         self.slots = PeerSlots(options.spec, arena.slot_bytes, namespace)
+        self._client = WorkersClient(Owners.at(target.address, partial(open_channel, access=target.access)))
         with ExitStack() as undo:
+            undo.callback(self._client.close)
             self._run_dir = run_dir = RunDir(default_run_dir(f"{target.address} {target.replica}", options.rank))
             undo.callback(run_dir.give_up)
             self._peers = PeersOfWorker(arena, self.slots, run_dir.path, options.transport)
             undo.pop_all()
         self._movers = Movers(MoverMemory(buffers, stamps, [self.slots]), ops, jobs)
-        self._client = WorkersClient(Owners.at(target.address, partial(open_channel, access=target.access)))
         worker_id, where = secrets.randbits(64) or 1, str(buffers.memory.device)
         self._info = WorkerInfo(
             options.rank,
@@ -123,13 +125,16 @@ class RankPeers:
                 self._arena.headers[block * HEADER_BYTES : (block + 1) * HEADER_BYTES] = header
 
     def close(self) -> None:
-        """Lend and read nothing more. Memory that is mapped elsewhere stays readable there."""
+        """Lend and read nothing more. Memory that is mapped elsewhere stays readable there. Does not wait for a service
+        that hangs: it forgets this worker when the lease has expired.
+        """
         self._stop.set()
-        self._thread.join()
+        self._thread.join(CLOSE_S)
         self._peers.close()
         self._movers.close()
-        self._client.close()
-        self._run_dir.leave()
+        if not self._thread.is_alive():
+            self._client.close()
+            self._run_dir.leave()
 
     def _run(self) -> None:
         wait_s, problem, last = 0.0, "", self._run_dir.last

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import MAX_BLOCKS, SavePolicy, TierKind, TierSpec
 from kvplane.base.units import parse_bytes, parse_duration
+from kvplane.base.worker import MAX_PEERS
 from kvplane_vllm.target import ACCESS, FIXED_HASHES, MODEL_NAME, Target, of_rank, shown, target_of
 from kvplane_vllm.tiers.layout import host_plan, row_bytes
 from kvplane_worker.nixl.transport import PeerTransport
@@ -22,7 +23,6 @@ FIELD = "kv_transfer_config.kv_connector_extra_config"
 OPTIONS = (
     "host", "disk", "disk_size", "save", "load_timeout", "address", "replica", "peers", "peer_transport", *ACCESS
 )  # fmt: skip
-MOST_PEERS = 1024
 RETAINED_PERCENT = 25  # of host memory and of the disk, for one owner
 LEAVE_OUT = "leave --kv-transfer-config out"
 
@@ -175,8 +175,8 @@ def _peers_of(given: dict[str, str]) -> int:
         raise _wrong("peers", "a service says what peers have", "give address and replica too")
     if "disk" in given:
         raise _wrong("peers", "there was no test of peers with a disk", "leave peers, or disk and disk_size, out")
-    if not given["peers"].isdecimal() or not 1 <= int(given["peers"]) <= MOST_PEERS:
-        raise _wrong("peers", f"{given['peers']!r} is no number of engines", f"give 1 to {MOST_PEERS}")
+    if not given["peers"].isdecimal() or not 1 <= int(given["peers"]) <= MAX_PEERS:
+        raise _wrong("peers", f"{given['peers']!r} is no number of engines", f"give 1 to {MAX_PEERS}")
     ways = [one.value for one in PeerTransport]
     if given.get("peer_transport", ways[0]) not in ways:
         raise _wrong("peer_transport", f"{given['peer_transport']!r} is no transport", f"give one of {', '.join(ways)}")
