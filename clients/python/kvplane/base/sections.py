@@ -356,8 +356,9 @@ class Prefetched(RowsMethods):
 @dataclass(slots=True)
 class Peers:
     """What the host tiers of other replicas have, for the tier of kind PEERS: the service adds these rows to a step of
-    the engine. A slot of that tier stands for a slot of a peer. A row gives a slot another key and version; a slot
-    without a row keeps what it had.
+    the engine, or sends them to an engine that decides itself (CacheRequest.rows), for its next step. A slot of that
+    tier stands for a slot of a peer. A row gives a slot another key and version; a slot without a row keeps what it
+    had.
     """
 
     slot: MutableSequence[int] = field(default_factory=list)
