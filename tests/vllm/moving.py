@@ -1,12 +1,13 @@
 """Conversations that move between three live vLLM engines on two services, while processes are killed.
 
-    python -m tests.vllm.moving [MODEL] --turns 60 --kills 20
+    python -m tests.vllm.moving [MODEL] --turns 60 --kills 20 --at-once 3
 
-Needs `make vllm-env`. The engines have kvplane's connector with `peers`: two have vLLM's scheduler, one kvplane's. Two
-are known to one service, the third to another; the services follow each other. Each turn of a conversation is answered
-by an engine that is chosen at random, and every answer is compared with that of an engine that computes everything. A
-kill is of the engine that has answered before, of the one that is to answer, or of a service, before the answer. Ends
-with status 1 if a token differs, something is left, or a service has not the state of its engines.
+Needs `make vllm-env`. The engines have kvplane's connector with `peers`, and the schedulers that `--kinds` names. The
+first and the third are known to one service, the second to another; the services follow each other. A turn of a
+conversation is answered by an engine that is chosen at random, and every answer is compared with that of an engine that
+computes everything. A kill is of the engine that has answered before, of the one that answers, or of a service, before
+or while they answer. Ends with status 1 if a token differs, something is left, or a service has not the state of its
+engines.
 """
 
 from __future__ import annotations
@@ -16,22 +17,61 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import cycle
 from random import Random
 from typing import Any
 
+from tests.store.servers import free_port
 from tests.vllm import environment, tier_runs
-from tests.vllm.pairs import NEW, Driven
+from tests.vllm.pairs import NEW, WAIT_S, Driven
 from tests.vllm.processes import Service
 
-KINDS = "stock", "kvplane", "stock"
+KINDS = "stock,kvplane,stock async"
 # Blocks of the device, for a few requests. In bfloat16 tokens depend on the ends of chunks, on stock vLLM too.
 POOLS = {model: blocks for model, blocks in tier_runs.POOLS.items() if model != "gdn"}
 ROOMY = 2000
 VICTIMS = "source", "service 0", "target", "service 1"
 SPEAKERS, MOST_TOKENS, THINKS_S, FINISHED_S = 6, 560, 0.4, 30.0
-OF_PEERS = "loaded", "discarded", "refused", "failed"
+MOST_STEPS = 6  # of a wave, before a kill
+OF_PEERS = "loaded", "discarded", "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What runs.
+
+    Attributes:
+        kinds: of the engines, as of `tiers_live`.
+        host: memory of each rank.
+        transport: how peers are read.
+        at_once: number of requests that are sent together.
+    """
+
+    model: str
+    kinds: str = KINDS
+    host: str = tier_runs.LARGE
+    transport: str = "shared-memory"
+    at_once: int = 1
+    seed: int = 1
+
+
+@dataclass(slots=True)
+class Turn:
+    """The next words of a conversation.
+
+    Attributes:
+        prompt: the conversation, all of it.
+        answer: what is right.
+        hit: tokens of the prompt that an infinite cache hits.
+    """
+
+    name: str
+    speaker: int
+    prompt: list[int]
+    answer: list[int]
+    hit: int = 0
 
 
 class Moving:
@@ -42,51 +82,78 @@ class Moving:
         problems: what must not be.
     """
 
-    def __init__(self, model: str, seed: int) -> None:
-        self._model, self._rng = model, Random(seed)
+    def __init__(self, setting: Setting) -> None:
+        self._setting, self._model, self._rng = setting, setting.model, Random(setting.seed)
         self.services = [Service(log_level="ERROR") for _ in range(2)]
         for service, other in zip(self.services, reversed(self.services), strict=True):
             service.settings["peer_services"] = other.address
             service.start()
         self.counts, self.problems = Counter[str](), list[str]()
-        self.engines = [self._engine(number) for number in range(len(KINDS))]
+        self._kinds, self._lives = setting.kinds.split(","), Counter[int]()
+        self._known = dict[tuple[int, int, int], int]()  # tokens by speaker, engine and its life
+        self.engines = [self._engine(number) for number in range(len(self._kinds))]
         for engine in self.engines:
             engine.answer()
 
     def _engine(self, number: int) -> Driven:
-        options = {"host": "64MiB", "address": self.services[number % 2].address, "peers": "4"}
-        return self._started(KINDS[number], json.dumps(options | {"replica": f"tiers-{number}"}))
+        options = {"host": self._setting.host, "address": self.services[number % 2].address, "peers": "4"}
+        options["peer_transport"] = self._setting.transport
+        return self._started(self._kinds[number], json.dumps(options | {"replica": f"tiers-{number}"}))
 
     def _started(self, kind: str, options: str, num_blocks: int = 0) -> Driven:
         words = self._model, kind, num_blocks or POOLS[self._model], options
-        return Driven("moving_live.py", *words, env=environment.variables())
+        over_network = self._setting.transport != "shared-memory"
+        env = environment.variables_of_nixl(free_port()) if over_network else environment.variables()
+        return Driven("moving_live.py", *words, env=env)
+
+    @property
+    def not_computed(self) -> int:
+        """Tokens of prompts."""
+        return self.counts["alone"] - self.counts["computed"]
 
     @property
     def share(self) -> float:
         """Of what an engine with room for all conversations hits, how much was not computed."""
-        return (self.counts["alone"] - self.counts["computed"]) / max(1, self.counts["hit"])
+        return self.not_computed / max(1, self.counts["hit"])
+
+    @property
+    def living_share(self) -> float:
+        """The same of what an engine had computed that lived when the request was sent."""
+        return self.not_computed / max(1, self.counts["living"])
 
     def serve(self, num_turns: int, num_kills: int) -> None:
         """Let conversations move, and kill processes on the way; then look for what is left."""
-        chosen = self._conversations(num_turns)
-        kills = dict(zip(self._rng.sample(range(1, num_turns), num_kills), cycle(VICTIMS), strict=False))
+        waves = list(self._waves(self._conversations(num_turns)))
+        assert num_kills < len(waves), f"{len(waves)} groups of turns have no room for {num_kills} kills"
+        kills = dict(zip(self._rng.sample(range(1, len(waves)), num_kills), cycle(VICTIMS), strict=False))
         last = dict[int, int]()
-        for number, (speaker, prompt, right) in enumerate(chosen):
-            source = last.get(speaker, 0)
-            target = self._rng.choice([one for one in range(len(self.engines)) if one != source])
-            last[speaker] = answering = self._after_kill(kills.get(number, ""), source, target)
+        for number, wave in enumerate(waves):
+            others = [self._others(last.get(turn.speaker, 0)) for turn in wave]
+            places = {turn.name: self._rng.choice(some) for turn, some in zip(wave, others, strict=True)}
             time.sleep(THINKS_S)
-            tokens, _ = self.engines[answering].run(f"turn {number}", prompt, NEW)
-            self._finish(answering)
-            self._restart(kills.get(number, ""), source, target)
-            self.counts += Counter(answers=1, differ=sum(a != b for a, b in zip(tokens, right, strict=True)))
-            self.counts += Counter(tokens=len(prompt))
+            self._note_living(wave)
+            self._answer(wave, places, kills.get(number, ""), last.get(wave[0].speaker, 0))
+            for turn in wave:
+                last[turn.speaker] = engine = places[turn.name]
+                self._known[turn.speaker, engine, self._lives[engine]] = len(turn.prompt) + NEW - 1
         for number in range(len(self.engines)):
             self._retire(number)
 
-    def _conversations(self, num_turns: int) -> list[tuple[int, list[int], list[int]]]:
-        """Return turns: the conversation, all of it, and the right answer."""
-        alone, found = self._started("stock", "null", ROOMY), []
+    def _others(self, engine: int) -> list[int]:
+        return [one for one in range(len(self.engines)) if one != engine]
+
+    def _waves(self, turns: Sequence[Turn]) -> Iterator[list[Turn]]:
+        """Divide turns into groups that are sent together, of different conversations."""
+        wave: list[Turn] = []
+        for turn in turns:
+            if len(wave) == self._setting.at_once or turn.speaker in [one.speaker for one in wave]:
+                yield wave
+                wave = []
+            wave.append(turn)
+        yield wave
+
+    def _conversations(self, num_turns: int) -> list[Turn]:
+        alone, found = self._started("stock", "null", ROOMY), list[Turn]()
         said = [self._new() for _ in range(SPEAKERS)]
         try:
             alone.answer()
@@ -96,14 +163,17 @@ class Moving:
                     said[speaker] = self._new()
                 assert alone.ask("reset")
                 answer, _ = alone.run(f"turn {number}", said[speaker], NEW)
-                found.append((speaker, list(said[speaker]), answer))
+                found.append(Turn(f"turn {number}", speaker, list(said[speaker]), answer))
                 said[speaker] += [*answer, *self._words(30)]
-            self.counts["alone"] = alone.ask("state")["computed"]
-            for number, (_, prompt, _) in enumerate(found):
-                alone.run(f"again {number}", prompt, NEW)
-            self.counts["hit"] = 2 * self.counts["alone"] - alone.ask("state")["computed"]
+            before = self.counts["alone"] = alone.ask("state")["computed"]
+            assert alone.ask("reset")
+            for turn in found:
+                alone.run(f"again {turn.name}", turn.prompt, NEW)
+                after = alone.ask("state")["computed"]
+                turn.hit, before = len(turn.prompt) + NEW - 1 - (after - before), after
         finally:
             alone.kill()
+        self.counts += Counter(hit=sum(turn.hit for turn in found), tokens=sum(len(turn.prompt) for turn in found))
         return found
 
     def _new(self) -> list[int]:
@@ -112,17 +182,54 @@ class Moving:
     def _words(self, count: int) -> list[int]:
         return [self._rng.randrange(3, 900) for _ in range(count)]
 
-    def _after_kill(self, victim: str, source: int, target: int) -> int:
-        """Kill what is to be killed; returns the engine that answers."""
+    def _note_living(self, wave: Sequence[Turn]) -> None:
+        for turn in wave:
+            lives = [(turn.speaker, number, self._lives[number]) for number in range(len(self.engines))]
+            known = max(self._known.get(one, 0) for one in lives)
+            self.counts["living"] += min(turn.hit, known)
+
+    def _answer(self, wave: Sequence[Turn], places: dict[str, int], victim: str, source: int) -> None:
+        """Let engines answer a group of turns, and kill a process before or meanwhile. Those of an engine that is
+        killed are sent to another; `places` is changed.
+        """
+        target, wait = places[wave[0].name], self._rng.randrange(MOST_STEPS)
+        rights, steps, until_s = {turn.name: turn for turn in wave}, 0, time.monotonic() + WAIT_S
+        for turn in wave:
+            self._send(turn, places)
+        while rights or steps <= wait:
+            assert time.monotonic() < until_s, f"{rights} do not end"
+            if victim and steps == wait:
+                self._kill(victim, source, target)
+                for turn in rights.values():
+                    if (victim, places[turn.name]) in (("source", source), ("target", target)):
+                        places[turn.name] = self._rng.choice(self._others(places[turn.name]))
+                        self._send(turn, places)
+            steps += 1
+            for name, (tokens, _) in self._step({places[name] for name in rights}).items():
+                self.counts += Counter(answers=1, differ=_differ(tokens, rights.pop(name).answer))
         self.counts[f"{victim or 'nothing'} killed"] += 1
+        for number in {*places.values()} - {source if victim == "source" else target if victim == "target" else -1}:
+            self._finish(number)
+        self._restart(victim, source, target)
+
+    def _send(self, turn: Turn, places: dict[str, int]) -> None:
+        self.engines[places[turn.name]].ask("add", turn.name, turn.prompt, NEW, None)
+
+    def _step(self, numbers: set[int]) -> dict[str, Any]:
+        """Run a step of these engines; returns what has ended in it."""
+        time.sleep(0.001)
+        for number in numbers:
+            self.engines[number].send("step", [])
+        return {name: one for number in numbers for name, one in self.engines[number].answer()["ended"].items()}
+
+    def _kill(self, victim: str, source: int, target: int) -> None:
         if victim.startswith("service"):
             self.services[int(victim[-1])].kill()
-        elif victim:
-            killed = source if victim == "source" else target
-            state = self.engines[killed].ask("state")
-            self._count(state)
-            self.engines[killed].kill()
-        return target if victim != "target" else next(one for one in range(3) if one not in (source, target))
+            return
+        killed = source if victim == "source" else target
+        self._count(self.engines[killed].ask("state"))
+        self.engines[killed].kill()
+        self._lives[killed] += 1
 
     def _restart(self, victim: str, source: int, target: int) -> None:
         if victim.startswith("service"):
@@ -139,10 +246,8 @@ class Moving:
     def _retire(self, number: int) -> None:
         """Compare an engine's state with its service's."""
         self._count(self.engines[number].ask("state"))
-        # A service that was started again learns the state of an idle engine from its next step.
-        self.engines[number].run("last", self._new(), 1)
-        busy, state = self._finish(number), self.engines[number].ask("state")
         mirror = self.engines[number].ask("mirror")
+        busy, state = self._finish(number), self.engines[number].ask("state")
         if busy or state["free"] != POOLS[self._model] - 1 or state["held"] or state["mismatched"]:
             self.problems.append(f"engine {number}: it has not ended all: {state}")
         if not mirror["same_state"] or mirror["divergences"]:
@@ -163,10 +268,14 @@ class Moving:
             service.kill()
 
 
-def moved(model: str, num_turns: int, num_kills: int, seed: int = 1) -> Moving:
+def _differ(tokens: Sequence[int], right: Sequence[int]) -> int:
+    return sum(a != b for a, b in zip(tokens, right, strict=True))
+
+
+def moved(setting: Setting, num_turns: int, num_kills: int) -> Moving:
     """Return what was seen."""
     environment.set_up()
-    one = Moving(model, seed)
+    one = Moving(setting)
     try:
         one.serve(num_turns, num_kills)
     finally:
@@ -180,14 +289,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("model", nargs="?", default="llama", choices=POOLS)
     parser.add_argument("--turns", type=int, default=60)
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--kinds", default=KINDS, help="of the three engines, each stock or kvplane, with async or tp2")
+    parser.add_argument("--host", default=tier_runs.LARGE, help="memory of each rank")
+    parser.add_argument("--transport", default="shared-memory", choices=["shared-memory", "nixl", "nixl-only"])
+    parser.add_argument("--at-once", type=int, default=1, help="requests that are sent together")
+    parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args(arguments)
-    one = moved(given.model, given.turns, given.kills)
+    setting = Setting(given.model, given.kinds, given.host, given.transport, given.at_once, given.seed)
+    one = moved(setting, given.turns, given.kills)
     counts = one.counts
     print(f"{given.kills} kills: " + ", ".join(f"{name} {counts[f'{name} killed']}" for name in VICTIMS))
     print(f"prompts of {counts['tokens']} tokens, {counts['alone']} computed by an engine without a cache")
-    print(
-        f"{counts['computed']} computed here; of the {counts['hit']} hit by an infinite cache {one.share:.0%} were not"
-    )
+    print(f"{counts['computed']} computed here, {one.not_computed} not", end=": ")
+    print(f"{one.share:.0%} of the {counts['hit']} that an infinite cache hits", end=", ")
+    print(f"{one.living_share:.0%} of the {counts['living']} that a living engine had computed")
     print(", ".join(f"{counts[f'peers {name}']} blocks of peers {name}" for name in OF_PEERS))
     print("\n".join(one.problems or ["nothing is left"]))
     print(f"{counts['answers']} answers, {counts['differ']} tokens differ")

@@ -1,18 +1,19 @@
 """One engine that loads what others have in host memory, and lends its own. Commands and answers as of `disaggregated`.
 
-python tests/vllm/moving_live.py MODEL stock|kvplane NUM_BLOCKS OPTIONS
+python tests/vllm/moving_live.py MODEL KIND NUM_BLOCKS OPTIONS
 
-OPTIONS is JSON: the options of kvplane's connector; null = the engine has none, and computes everything.
+KIND is stock or kvplane, with " async" or " tp2" behind it. OPTIONS is JSON: the options of kvplane's connector;
+null = the engine has none, and computes everything.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
-from disaggregated import Driven, serve
-from tiers_live import transfer
-from vllm.distributed.kv_transfer import get_kv_transfer_group
+from disaggregated import WAIT_S, Driven, serve
+from tiers_live import modes_of, transfer
 from workload import engine, followed
 
 
@@ -22,7 +23,7 @@ class Engine(Driven):
     def __init__(self, model: str, kind: str, num_blocks: str, options: str) -> None:
         self._options = json.loads(options)
         more = {"kv_transfer_config": transfer(self._options)} if self._options else {}
-        self.llm = engine(model, kind, int(num_blocks), **more)
+        self.llm = engine(model, kind.split()[0], int(num_blocks), **more | modes_of(kind))
         self._scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         self._computed = 0
         schedule = self._scheduler.schedule
@@ -41,8 +42,12 @@ class Engine(Driven):
         return found | {"busy": found["busy"] or (connector is not None and connector.has_pending_push_work())}
 
     def mirror(self) -> dict[str, Any]:
-        """Return whether the service has the state of the tiers."""
-        host = self._scheduler.connector.planner.host
+        """Return whether the service has the state of the tiers. One that was started again gets it with a step."""
+        host, until_s = self._scheduler.connector.planner.host, time.monotonic() + WAIT_S
+        while not host.service.sender.wait_applied(1.0) and time.monotonic() < until_s:
+            self.add(f"at {time.monotonic()}", [1, 2, 3], 1, None)
+            while self.step([])["busy"]:
+                time.sleep(0.001)
         return followed(host.service.sender, host.replica, self._options["address"], self._options["replica"])
 
     def state(self) -> dict[str, Any]:
@@ -50,10 +55,11 @@ class Engine(Driven):
         found = {"free": self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks(), "computed": self._computed}
         if not self._options:
             return found
-        planner, peers = self._scheduler.connector.planner, get_kv_transfer_group().rank.peers
-        held, counts = planner.host.replica.block_counts.held, peers.slots.counts
-        of_peers = {name: getattr(counts, name) for name in ("loaded", "discarded", "refused", "failed")}
-        return found | {"held": held, "peers": of_peers, "mismatched": planner.counts.mismatched}
+        planner = self._scheduler.connector.planner
+        replica, mismatched = planner.host.replica, planner.counts.mismatched
+        counts = replica.tiers.counters
+        of_peers = {"loaded": counts.loaded, "discarded": counts.discarded, "failed": counts.loads_failed}
+        return found | {"held": replica.block_counts.held, "peers": of_peers, "mismatched": mismatched}
 
 
 if __name__ == "__main__":

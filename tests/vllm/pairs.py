@@ -41,11 +41,15 @@ class Driven:
         self._errors.seek(0)
         raise AssertionError(f"vLLM ended with {self._process.wait()}\n{self._errors.read()[-4000:]}")
 
-    def ask(self, *command: Any) -> Any:
-        """Return the answer to a command: a method, with its arguments."""
+    def send(self, *command: Any) -> None:
+        """Send a command, a method with its arguments, without waiting for its answer."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(command) + "\n")
         self._process.stdin.flush()
+
+    def ask(self, *command: Any) -> Any:
+        """Return the answer to a command."""
+        self.send(*command)
         return self.answer()
 
     def run(self, name: str, prompt: list[int], tokens: int, transfer: dict[str, Any] | None = None) -> Any:

@@ -154,6 +154,13 @@ FAULTS: dict[str, Callable[..., None]] = {
 }
 
 
+def modes_of(kind: str) -> dict[str, Any]:
+    """Return options of the engine for the words behind the first of a KIND."""
+    modes = kind.split()[1:]
+    options = {"async": {"async_scheduling": True}, "tp2": {"tensor_parallel_size": 2}}
+    return {name: value for mode in modes if mode in options for name, value in options[mode].items()}
+
+
 def main(model: str, kind: str, pool: int, seeds: str, options: Any, fault: str = "") -> None:
     """Run the seeds, and print the result."""
     if fault:
@@ -161,11 +168,8 @@ def main(model: str, kind: str, pool: int, seeds: str, options: Any, fault: str 
         steps = [int(words.pop())] if words[-1].isdigit() else []
         FAULTS[" ".join(words)](*steps)
     more: dict[str, Any] = {"kv_transfer_config": transfer(options)} if options else {}
+    more |= modes_of(kind)
     kind, *modes = kind.split()
-    if "async" in modes:
-        more["async_scheduling"] = True
-    if "tp2" in modes:
-        more["tensor_parallel_size"] = 2
     if kind == "mirror":
         more["additional_config"] = {"kvplane": {"mode": "mirror", "address": modes[0], "replica": modes[1]}}
     llm = engine(model, kind, pool, **more)
