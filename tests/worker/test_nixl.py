@@ -16,7 +16,7 @@ import pytest
 from kvplane.base.errors import FailedPrecondition, Unavailable
 from kvplane.base.worker import MAX_NIXL_BYTES, PeerArena
 from kvplane_worker.nixl import process as nixl
-from kvplane_worker.nixl.messages import ADDRESS, PACKAGES
+from kvplane_worker.nixl.messages import ADDRESS, PACKAGES, Read
 from kvplane_worker.nixl.process import MOST_LATE, NUM_LANES, NixlMemory, NixlProcess
 from kvplane_worker.nixl.transport import PeerTransport
 from kvplane_worker.rpc.arenas import PeersOfWorker
@@ -81,6 +81,11 @@ def test_more_than_a_lane_is_read_in_parts(monkeypatch: pytest.MonkeyPatch):
         assert memory.read(0, memoryview(headers), memoryview(found))
         assert bytes(found) == b"".join(payloads)
         assert bytes(headers) == bytes(host.arena.headers[: len(headers)])
+
+
+@pytest.mark.parametrize(("width", "pieces"), [(60, [(1000, 60), (1100, 60)]), (100, [(1000, 200)]), (0, [])])
+def test_payloads_without_a_gap_are_one_piece(width: int, pieces: list[tuple[int, int]]):
+    assert Read(1, 7, 8, 1000, 100, width, 2).pieces == [(7, 8), *pieces]
 
 
 def test_a_lane_of_a_late_read_is_not_used_before_it_has_ended():

@@ -48,5 +48,7 @@ class Read(NamedTuple):
     @property
     def pieces(self) -> list[tuple[int, int]]:
         """Address and size of each piece that is read, in the order of the lane."""
+        if self.width == self.stride:  # without a gap: one piece
+            return [(self.headers, self.header_bytes), (self.payloads, self.num_payloads * self.width)]
         payloads = [(self.payloads + at * self.stride, self.width) for at in range(self.num_payloads)]
         return [(self.headers, self.header_bytes), *(payloads if self.width else ())]
