@@ -31,6 +31,7 @@ from tests.vllm.processes import Service
 KINDS = "stock,kvplane,stock async"
 POOLS = tier_runs.POOLS  # blocks of the device, for a few requests
 INEXACT = ("gdn",)  # in bfloat16: tokens depend on the ends of chunks, on stock vLLM too
+BLOCK = 32  # tokens
 ROOMY = 2000
 VICTIMS = "source", "service 0", "target", "service 1"
 SPEAKERS, MOST_TOKENS, THINKS_S, FINISHED_S = 6, 560, 0.4, 30.0
@@ -63,7 +64,7 @@ class Turn:
 
     Attributes:
         prompt: the conversation, all of it.
-        answers: what is right. In bfloat16 also the answer of an engine that keeps all turns, computed in other chunks.
+        answers: what is right. In bfloat16 also the answers of an engine that computes in other chunks.
         hit: tokens of the prompt that an infinite cache hits.
     """
 
@@ -172,6 +173,8 @@ class Moving:
                 turn.answers += [again] if self._model in INEXACT else []
                 after = alone.ask("state")["computed"]
                 turn.hit, before = len(turn.prompt) + NEW - 1 - (after - before), after
+            for turn in found if self._model in INEXACT else ():
+                turn.answers += _in_two_parts(alone, turn)
         finally:
             alone.kill()
         self.counts += Counter(hit=sum(turn.hit for turn in found), tokens=sum(len(turn.prompt) for turn in found))
@@ -267,6 +270,14 @@ class Moving:
             engine.kill()
         for service in self.services:
             service.kill()
+
+
+def _in_two_parts(alone: Driven, turn: Turn) -> Iterator[list[int]]:
+    """Yield the answers of an engine that has computed the prompt up to the end of each block before the rest."""
+    for end in range(BLOCK, len(turn.prompt), BLOCK):
+        assert alone.ask("reset")
+        alone.run(f"first {end} of {turn.name}", turn.prompt[:end], 1)
+        yield alone.run(f"behind {end} of {turn.name}", turn.prompt, NEW)[0]
 
 
 def _differ(tokens: Sequence[int], rights: Sequence[Sequence[int]]) -> int:

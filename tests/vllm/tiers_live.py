@@ -157,7 +157,7 @@ FAULTS: dict[str, Callable[..., None]] = {
 def modes_of(kind: str) -> dict[str, Any]:
     """Return options of the engine for the words behind the first of a KIND."""
     modes = kind.split()[1:]
-    options = {"async": {"async_scheduling": True}, "tp2": {"tensor_parallel_size": 2}}
+    options: dict[str, dict[str, Any]] = {"async": {"async_scheduling": True}, "tp2": {"tensor_parallel_size": 2}}
     return {name: value for mode in modes if mode in options for name, value in options[mode].items()}
 
 
