@@ -29,6 +29,7 @@ from tests.vllm.tier_runs import LMCACHE_MODES, POOLS, compare, computed, left_o
 SCHEDULERS = ("stock", "stock async", "kvplane", "mirror")
 TIERS = ("host", "disk")
 LOADED_PERCENT = 60
+LEFT = "in _update_from_kv_xfer_finished\n[rank0]:     assert req_id in self.requests"
 COLUMNS = "{:8} {:12} {:8} {:>8} {:>7} {:>9} {:>8} {:>8} {:>4} {:>8} {:>6}"
 HEADS = "model scheduler tier requests aborted preempted hits loaded % disk differ".split()
 
@@ -49,6 +50,11 @@ def main() -> int:
     is_wrong, ours = False, [0, 0]
     for model, scheduler, tier in rows(given.models, given.schedulers):
         found = run_row(model, scheduler, tier, given.seeds)
+        if found is None:
+            say(
+                f"{model:8} {scheduler:12} {tier:8} vLLM's own scheduler ended: its connector names a request that has left"
+            )
+            continue
         differ, _, _ = compare(found, computed(model, given.seeds))
         left, hits, loaded = left_of(model, found), found["infinite"], found["loaded_tokens"]
         sent, aborted = (sum(seed[name] for seed in found["seeds"]) for name in ("sent", "aborted"))
@@ -72,12 +78,17 @@ def rows(models: list[str], schedulers: list[str]) -> Iterator[tuple[str, str, s
                 yield model, scheduler, "lmcache"
 
 
-def run_row(model: str, scheduler: str, tier: str, seeds: str) -> dict[str, Any]:
-    """Return what an engine did that begins with empty tiers."""
+def run_row(model: str, scheduler: str, tier: str, seeds: str) -> dict[str, Any] | None:
+    """Return what an engine did that begins with empty tiers; None = LMCache has ended vLLM's own scheduler."""
     with ExitStack() as stack:
         kind = f"mirror {stack.enter_context(running()).address} r" if scheduler == "mirror" else scheduler
         if tier == "lmcache":
-            return run_with_lmcache(model, kind, seeds)
+            try:
+                return run_with_lmcache(model, kind, seeds)
+            except AssertionError as error:
+                if not kind.startswith("stock") or LEFT not in str(error):
+                    raise
+                return None
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         return run(model, kind, seeds, options(model, tier, folder))
 
