@@ -1,12 +1,13 @@
 """One engine of a pair that prefills and decodes. It takes a command per line as JSON, and answers with a line of JSON.
 
-python tests/vllm/disaggregated.py MODEL stock|kvplane|mirror|"freed early" NUM_BLOCKS TIMED EXTRA [ADDRESS REPLICA]
+python tests/vllm/disaggregated.py MODEL KIND NUM_BLOCKS TIMED CONNECTOR [ADDRESS REPLICA]
 
-"freed early" is kvplane with a fault: it frees the blocks of a prompt at its end, without asking the connector.
-TIMED 0 leaves the times of transfers to the machine; EXTRA is JSON with further options of NixlConnector. A command is
-a method of `Engine` with its arguments: ["abort", "7"].
+KIND is stock, kvplane, mirror or "freed early": kvplane with a fault, which frees the blocks of a prompt at its end,
+without asking the connector. TIMED 0 leaves the times of transfers to the machine; CONNECTOR is JSON with options of
+vLLM's --kv-transfer-config. A command is a method of `Engine` with its arguments: ["abort", "7"].
 
-Runs in the environment of vLLM with NIXL (`environment.variables_of_nixl`).
+Runs in the environment of vLLM with NIXL or Mooncake (`environment`). Mooncake's worker asks torch for the number of
+its accelerator: without one, the answer here is 0.
 """
 
 from __future__ import annotations
@@ -14,69 +15,15 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from transfers import TIMED
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from workload import EVENTS, Observed, engine, mirror_state
-
-STEPS = 3  # all loads are waited for in each third step, and not looked at in the others
-WAIT_S = 30.0
-
-
-class Sorted(set[str]):
-    """Names in an order that depends on nothing else: blocks are freed in it."""
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(sorted(super().__iter__()))
-
-
-class Timed:
-    """Lets two runs see the ends of the same transfers in the same steps, whatever else the machine does.
-
-    Attributes:
-        read: requests of the other engine whose blocks this one has read or does not need, since the last answer.
-        sent: requests of this engine whose blocks the other one has read, to be seen in the next step.
-    """
-
-    def __init__(self, worker: Any) -> None:
-        self.read: list[str] = []
-        self.sent: set[str] = set()
-        self._worker, self._results, self._read_blocks = worker, worker.get_transfer_results, worker._read_blocks
-        self._asked: dict[str, str] = {}  # of the other engine, by request of this one
-        self._early: set[str] = set()
-        self._step = 0
-        worker.get_transfer_results, worker._read_blocks = self._transfers, self._asks
-
-    def _asks(self, **options: Any) -> Any:
-        is_asked = self._read_blocks(**options)
-        if is_asked:
-            self._asked[options["request_id"]] = options["remote_request_id"]
-        return is_asked
-
-    def _transfers(self) -> KVConnectorTransferResults:
-        found, until_s = KVConnectorTransferResults(), time.monotonic() + WAIT_S
-        self._step += 1
-        if self._step % STEPS and not self.sent:
-            return found
-        while self._worker._recving_metadata or self.sent - self._early:
-            assert time.monotonic() < until_s, (self.sent, list(self._worker._recving_metadata))
-            while not self._worker._ready_requests.empty():
-                self._worker._read_blocks_for_req(*self._worker._ready_requests.get_nowait())
-            one = self._results()
-            found.finished_recving |= one.finished_recving
-            found.failed_recving |= one.failed_recving
-            self._early |= one.finished_sending
-            time.sleep(0.001)
-        found.finished_sending, found.finished_recving = Sorted(self.sent), Sorted(found.finished_recving)
-        self._early, self.sent = self._early - self.sent, set()
-        self.read += [name for here, name in self._asked.items() if here not in found.failed_recving]
-        self._asked = {}
-        return found
 
 
 class Driven:
@@ -95,9 +42,9 @@ class Driven:
         """Give a request up."""
         self.llm.llm_engine.abort_request([name])
 
-    def step(self, sent: list[str]) -> dict[str, Any]:
+    def step(self, sent: Sequence[str] = (), dropped: Sequence[str] = ()) -> dict[str, Any]:
         """Run a step; returns what has ended in it."""
-        del sent
+        del sent, dropped
         ended = {}
         for one in self.llm.llm_engine.step():
             if one.finished:
@@ -110,19 +57,22 @@ class Driven:
 
 
 class Engine(Driven):
-    """An engine with NixlConnector."""
+    """An engine with a connector that passes pages to another engine."""
 
-    def __init__(self, model: str, kind: str, num_blocks: str, timed: str, extra: str, *target: str) -> None:
-        options: dict[str, Any] = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
-        options |= {"kv_load_failure_policy": "recompute", "kv_buffer_device": "cpu"}
-        more = EVENTS | {"kv_transfer_config": KVTransferConfig(**options, kv_connector_extra_config=json.loads(extra))}
+    def __init__(self, model: str, kind: str, num_blocks: str, timed: str, connector: str, *target: str) -> None:
+        options: dict[str, Any] = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+        options |= {"kv_buffer_device": "cpu"} | json.loads(connector)
+        more = EVENTS | {"kv_transfer_config": KVTransferConfig(**options)}
+        if options["kv_connector"] == "MooncakeConnector" and not torch.accelerator.is_available():
+            torch.accelerator.current_device_index = lambda: 0
         if kind == "mirror":
             address, replica = target
             more["additional_config"] = {"kvplane": {"mode": "mirror", "address": address, "replica": replica}}
         self.llm, self._target = engine(model, kind, int(num_blocks), **more), target
         self._observed = Observed(self.llm, model)
         self._scheduler = self._observed.scheduler
-        self._timed = Timed(get_kv_transfer_group().connector_worker) if int(timed) else None
+        timed_transfers = TIMED[options["kv_connector"]]
+        self._timed = timed_transfers(get_kv_transfer_group().connector_worker) if int(timed) else None
         self._loaded = self._failed = 0
         self._count()
         if kind == "freed early":
@@ -153,15 +103,17 @@ class Engine(Driven):
 
         self._scheduler._connector_finished = early
 
-    def step(self, sent: list[str]) -> dict[str, Any]:
-        """Run a step; returns what has ended in it, and the requests whose blocks were read by then."""
-        if self._timed is not None:
-            self._timed.sent |= set(sent)
-        found = super().step(sent)
-        read = self._timed.read if self._timed is not None else []
-        if self._timed is not None:
-            self._timed.read = []
-        return found | {"read": read}
+    def step(self, sent: Sequence[str] = (), dropped: Sequence[str] = ()) -> dict[str, Any]:
+        """Run a step; returns what has ended in it, and what was seen of the blocks of the other engine (`transfers`).
+
+        The other engine has read the blocks of `sent`, and does not read those of `dropped`.
+        """
+        if self._timed is None:
+            return super().step()
+        self._timed.sent |= set(sent)
+        self._timed.dropped |= set(dropped)
+        found = super().step()
+        return found | self._timed.take()
 
     def state(self) -> dict[str, Any]:
         """Return all that was decided, and what is left."""

@@ -19,6 +19,8 @@ import zipfile
 from email.parser import HeaderParser
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = (ROOT / ".tools").resolve() / "vllm"
 PYTHON = FOLDER / "bin" / "python"
@@ -34,6 +36,7 @@ FURTHER = (
 # The rest of what it requires is for GPUs and for stores of others, or is there.
 LMCACHE = ("lmcache==0.5.6", "sortedcontainers>=2,<3")
 NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")  # works without CUDA
+MOONCAKE = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
 LEFT_OUT = {"torch", "torchaudio", "torchvision", "torchcodec", "setuptools"}  # named above, or for sound and pictures
 # vLLM's tests name a model of the hub, of which they read only the configuration.
 STAND_IN = "facebook/opt-125m"
@@ -82,6 +85,19 @@ def variables_of_nixl(port: int) -> dict[str, str]:
     """
     found = _with_packages(*NIXL) | {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
     return found | {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
+
+
+def variables_of_mooncake(port: int, lease_s: int) -> dict[str, str]:
+    """The environment variables under which vLLM's MooncakeConnector listens at this port and holds blocks for this
+    long if they are not read; Mooncake is installed first. Skips the test where libraries of the system are missing.
+    """
+    found = _with_packages(MOONCAKE) | {"VLLM_HOST_IP": "127.0.0.1", "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(port)}
+    found |= {"VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": str(lease_s)}
+    tried = subprocess.run([PYTHON, "-c", "import mooncake.engine"], env=found, capture_output=True, text=True)
+    if tried.returncode:
+        reason = tried.stderr.splitlines()[-1]
+        pytest.skip(f"Mooncake needs libibverbs1, libnuma1 and libcurl4 of the system: {reason}")
+    return found
 
 
 def _with_packages(*packages: str) -> dict[str, str]:

@@ -85,9 +85,11 @@ def test_each_connector_of_vllm_runs_or_is_refused_by_its_name():
     answers = processes.run("connected.py", "refusals")
     assert {name for name, answer in answers.items() if not answer} == {
         "LMCacheMPConnector",
+        "MooncakeConnector",
         "MultiConnector",
         "NixlConnector",
         "NixlPullConnector",
+        "NixlPushConnector",
         "OffloadingConnector",
         "PageStore",
     }
