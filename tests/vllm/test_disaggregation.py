@@ -194,7 +194,7 @@ def test_a_second_turn_that_cannot_be_read_is_computed_if_the_engine_hits_a_bloc
 
 @pytest.mark.parametrize(("kind", "most_wrong"), [("stock", 20), ("kvplane", 0)])
 def test_the_last_token_of_a_loaded_prompt_attends_to_all_of_its_window(kind, most_wrong):
-    """That token is computed again, and stock can have given back the block in which its window begins: it answered 2
+    """That token is computed again, and stock can have given back the block in which its window begins: it answered 5
     of 20 such prompts wrongly. kvplane has them computed; both are right where prompts are one token shorter.
     """
     rng, pool, wrong_at = Random(5), 120, {31: 0, 30: 0}  # by length, modulo the block size
