@@ -51,9 +51,7 @@ def main() -> int:
     for model, scheduler, tier in rows(given.models, given.schedulers):
         found = run_row(model, scheduler, tier, given.seeds)
         if found is None:
-            say(
-                f"{model:8} {scheduler:12} {tier:8} vLLM's own scheduler ended: its connector names a request that has left"
-            )
+            say(f"{model:8} {scheduler:12} {tier:8} vLLM ended: its connector names a request that has left")
             continue
         differ, _, _ = compare(found, computed(model, given.seeds))
         left, hits, loaded = left_of(model, found), found["infinite"], found["loaded_tokens"]
