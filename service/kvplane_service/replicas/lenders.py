@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Protocol, TypeAlias
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import NULL_BLOCK, Medium, ReplicaSpec, TierKind
@@ -15,17 +15,31 @@ from kvplane.base.sections import Peers
 from kvplane.base.stamps import MAX_COUNTER, MAX_EPOCH, Stamp
 from kvplane.base.step import CacheEvent, EventKind
 from kvplane.base.worker import PeerArena, WorkerState
+from kvplane_core.face.interface import ReplicaCore
 from kvplane_core.face.keys import Key
-
-if TYPE_CHECKING:
-    from kvplane_service.replicas.host_state import HostState
-    from kvplane_service.replicas.workers import WorkerRoster
+from kvplane_service.replicas.workers import WorkerRoster
 
 MOST_READ = 4096  # slots at a time: some milliseconds
 
 _MAX_VERSION = Stamp(0, MAX_EPOCH, MAX_COUNTER).pack()
 
 Held: TypeAlias = tuple[Key, int]  # what a slot of a host tier holds: key and version
+
+
+class LendingHost(Protocol):
+    """What is read of a replica's host, see `HostState`."""
+
+    replica: ReplicaCore
+    epoch: int
+    memory_had_reset: bool
+
+    @property
+    def is_live(self) -> bool:
+        """Whether its engine is connected."""
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether the core may be read now."""
 
 
 @dataclass(slots=True, eq=False)
@@ -101,7 +115,7 @@ class Member(Lender):
         sent: what was sent to it.
     """
 
-    host: HostState
+    host: LendingHost
     spec: ReplicaSpec
     num_ranks: int
     workers: WorkerRoster

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from kvplane.base.sections import Peers
 from kvplane.base.worker import PeerArena, PeerNews
-
-if TYPE_CHECKING:
-    from kvplane_service.replicas.lenders import Member
+from kvplane_service.replicas.lenders import Member
 
 MOST_ROWS = 4096  # of one message
 # An empty message so often says that the service lives; one that is silent for longer hangs, or its host is gone.

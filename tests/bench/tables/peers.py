@@ -54,7 +54,7 @@ class PeerSession(PublishingSession):
         namespace.join(self._member)
 
     def _apply(self, step: Step) -> StepResult:
-        name = self._member.host.name
+        name = self._member.name
         self._namespace.arenas(name, 0)
         sent = self._namespace.with_news(name, step)
         result = self.replica.apply(sent)
