@@ -49,7 +49,7 @@ GUARDED = {
     "kernels": Guarded(
         tests=("tests/kernels", "tests/engine/test_kinds.py", "tests/bench/test_gpu.py"),
         sources=(
-            *("gpu_worker/kvplane_kernels", "gpu_worker/kvplane_worker/engine", "tests/bench/gpu"),
+            *("gpu_worker/kvplane_kernels", "tests/engine/reference", "tests/bench/gpu"),
             *("tests/engine/stress.py", "tests/engine/twin.py", "tests/engine/backends.py", "tests/engine/world.py"),
             "clients/python/kvplane/base/errors.py",
             "tests/conftest.py",

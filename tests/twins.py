@@ -1362,7 +1362,7 @@ TWINS: dict[str, Twin] = {
         "requests that a service does not know after it was replaced are computed again",
         (
             Patch("kvplane.scheduling.scheduler:Scheduler._preempt", forget_what_is_preempted),
-            Patch("kvplane_worker.engine.engine:Engine.revival", without_image),
+            Patch("tests.engine.reference.engine:Engine.revival", without_image),
         ),
     ),
     "what is cleared stays claimed": Twin(

@@ -4,7 +4,6 @@ The packages from the top; each imports only those below it (checked by an impor
 
     cli        the command `kvplane worker`
     process    start, registration, lease and shutdown of a worker process
-    engine     the reference engine: a small model and scheduler that keep their cache in pages
     attach     the engine's side: map the pages of a worker on this host
     rpc        the gRPC API kvplane.v1.Worker on a Unix socket: server, client, messages
     nixl       the process of a worker that reads host tiers on other hosts, and lends its own to them

@@ -23,9 +23,9 @@ import torch
 from kvplane.base.groups import SavePolicy, TierKind, TierSpec
 from kvplane.base.layer_spec import DType
 from kvplane.base.step import RowFlag
-from kvplane_worker.engine.config import BOS, AttentionLayer, ModelConfig
-from kvplane_worker.engine.request import Request
 from tests.bench.machine import machine_line
+from tests.engine.reference.config import BOS, AttentionLayer, ModelConfig
+from tests.engine.reference.request import Request
 from tests.engine.stress import tuned
 from tests.engine.world import Pool, World
 from tests.peers.site import Site

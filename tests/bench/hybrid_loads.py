@@ -27,13 +27,13 @@ import torch
 from kvplane.base.groups import SavePolicy, TierKind, TierSpec
 from kvplane.base.layer_spec import DType
 from kvplane.base.step import RowFlag, StepResult
-from kvplane_worker.engine.config import VOCABULARY, AttentionLayer, ModelConfig
-from kvplane_worker.engine.engine import Engine
-from kvplane_worker.engine.request import Request
-from kvplane_worker.engine.scheduler import Scheduled
 from tests.bench.goals import HEAD, goal
 from tests.bench.machine import machine_line
 from tests.engine.faults import Fault
+from tests.engine.reference.config import VOCABULARY, AttentionLayer, ModelConfig
+from tests.engine.reference.engine import Engine
+from tests.engine.reference.request import Request
+from tests.engine.reference.scheduler import Scheduled
 from tests.engine.stress import tuned
 from tests.engine.world import Pool, World
 

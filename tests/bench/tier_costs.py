@@ -23,9 +23,9 @@ from kvplane.base.groups import TierKind, TierSpec
 from kvplane.base.step import Cache, End, EventKind, PartResult, RowFlag, Step
 from kvplane.session.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
 from kvplane_core.face.loader import new_replica
-from kvplane_worker.engine.request import Request
 from tests.bench.goals import goal
 from tests.core.builders import full, replica_spec, window
+from tests.engine.reference.request import Request
 from tests.engine.tiers import of
 from tests.engine.world import World
 

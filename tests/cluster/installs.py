@@ -22,7 +22,7 @@ from tests.cluster.cluster import (
     wait_until,
 )
 from tests.cluster.load import addresses
-from tests.cluster.programs import add_programs, container_of, script
+from tests.cluster.programs import add_programs, container_of, script, volume
 from tests.cluster.runs import Run
 from tests.cluster.workers import (
     CPU,
@@ -137,7 +137,7 @@ def for_sidecar(space: Space) -> Object:
     mounts = [*values_of("gpu-sidecar")["extraContainers"][0]["volumeMounts"]]
     mounts += [{"name": "programs", "mountPath": "/programs"}, {"name": "tmp", "mountPath": "/var/tmp"}]
     engine = container_of("engine", image, ["sh", "-c", f"{works} && exec sleep 3600"], mounts)
-    return {"extraContainers": [engine], "extraVolumes": [{"name": "programs", "configMap": {"name": "programs"}}]}
+    return {"extraContainers": [engine], "extraVolumes": [volume()]}
 
 
 def after_sidecar(space: Space) -> str:

@@ -1,4 +1,6 @@
-"""Pods that run the programs in `pods/`: their text is a ConfigMap, their Python and packages those of an image."""
+"""Pods that run the programs in `pods/`: their text, and that of the reference engine, is a ConfigMap; their Python and
+all other packages are those of an image.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,8 @@ from typing import Any
 from tests.cluster.cluster import USER, Failed, Image, Object, Space, named
 
 PROGRAMS = Path(__file__).with_name("pods")
+ROOT = Path(__file__).parents[2]
+REFERENCE = ROOT / "tests/engine/reference"  # the engine that `paged.py` runs
 LABEL = "kvplane-cluster-test"
 RESTRICTED: Object = {
     "allowPrivilegeEscalation": False,
@@ -19,10 +23,28 @@ RESTRICTED: Object = {
 }
 
 
+def files() -> dict[str, Path]:
+    """What a pod has below /programs: the programs, and the reference engine in its packages."""
+    packages = [ROOT / "tests/__init__.py", ROOT / "tests/engine/__init__.py", *REFERENCE.glob("*.py")]
+    packed = {path.relative_to(ROOT).as_posix(): path for path in packages}
+    return {path.name: path for path in PROGRAMS.glob("*.py")} | packed
+
+
+def key_of(name: str) -> str:
+    """The key of a file in the ConfigMap, which has no folders."""
+    return name.replace("/", ".")
+
+
 def add_programs(space: Space) -> None:
     """Make the ConfigMap of all programs."""
-    data = {path.name: path.read_text() for path in PROGRAMS.glob("*.py") if path.name != "__init__.py"}
+    data = {key_of(name): path.read_text() for name, path in files().items()}
     space.apply(named("ConfigMap", "programs", data=data))
+
+
+def volume() -> Object:
+    """The volume of the programs."""
+    items = [{"key": key_of(name), "path": name} for name in files()]
+    return {"name": "programs", "configMap": {"name": "programs", "items": items}}
 
 
 @dataclass(frozen=True)
@@ -44,10 +66,7 @@ class Program:
     @property
     def pod(self) -> Object:
         mounts = [{"name": "programs", "mountPath": "/programs"}, {"name": "tmp", "mountPath": "/var/tmp"}]
-        volumes: list[Object] = [
-            {"name": "programs", "configMap": {"name": "programs"}},
-            {"name": "tmp", "emptyDir": {}},
-        ]
+        volumes: list[Object] = [volume(), {"name": "tmp", "emptyDir": {}}]
         host: Object = {}
         if self.shares:
             mounts.append({"name": "run", "mountPath": self.shares})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from tests.cluster.access import Found, wanted
 from tests.cluster.cluster import Cluster, Failed, Image, Images
 from tests.cluster.load import difference, total
 from tests.cluster.pods.engine import SPEC, Engine, Talks, Tally, compare
+from tests.cluster.programs import files, key_of, volume
 from tests.cluster.runs import Run
 from tests.cluster.table import Row, Table
 from tests.service.rig import running
@@ -160,6 +163,16 @@ def test_a_row_that_fails_keeps_what_explains_it_and_the_next_ones_run(answers):
     calls = (answers / "calls").read_text().splitlines()
     assert f"--context=kind-one delete namespace {space.name} --ignore-not-found --wait=false" in calls
     assert json.loads((answers / "made").read_text())["items"][0]["metadata"]["name"] == space.name
+
+
+def test_a_pod_has_all_that_its_programs_import(tmp_path):
+    made = {item["key"]: tmp_path / item["path"] for item in volume()["configMap"]["items"]}
+    for name, path in files().items():
+        made[key_of(name)].parent.mkdir(parents=True, exist_ok=True)
+        made[key_of(name)].write_text(path.read_text())
+    there = "import paged, engine; print(paged.Engine.step.__code__.co_filename)"
+    done = subprocess.run([sys.executable, "-c", there], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(tmp_path / "tests/engine/reference/engine.py")
 
 
 def engine_counts(service: str, spoil: int) -> Tally:

@@ -14,8 +14,8 @@ from dataclasses import replace
 
 import torch
 
-from kvplane_worker.engine.config import HALVES
 from tests.engine.backends import CUDNN, Place, default_backend, lender
+from tests.engine.reference.config import HALVES
 from tests.engine.stress import KINDS, MIXES, Report, in_pages_of, run_mix
 
 

@@ -17,9 +17,9 @@ from kvplane.base.layer_spec import DType
 from kvplane_kernels.interface import PagedOps
 from kvplane_kernels.select import choose
 from kvplane_kernels.torch_ops import TorchOps
-from kvplane_worker.engine.config import ModelConfig
 from kvplane_worker.memory import Memory, allocate_memory, open_memory
 from kvplane_worker.memory.shared import CPU, SHM_FOLDER
+from tests.engine.reference.config import ModelConfig
 
 TORCH, CUDNN = "torch", "cudnn"
 # Workspace of cuDNN for 192 tokens of the kinds of models in `stress`, so that long rows have two spans.

@@ -12,13 +12,13 @@ import torch
 import kvplane
 from kvplane.base.step import RowFlag
 from kvplane_kernels.torch_ops import TorchOps
-from kvplane_worker.engine.config import MIXED, ModelConfig
-from kvplane_worker.engine.engine import Engine
-from kvplane_worker.engine.model import Model
-from kvplane_worker.engine.ranks import attach_ranks
-from kvplane_worker.engine.request import Request
-from kvplane_worker.engine.scheduler import SchedulerConfig
-from kvplane_worker.engine.weights import draw_weights
+from tests.engine.reference.config import MIXED, ModelConfig
+from tests.engine.reference.engine import Engine
+from tests.engine.reference.model import Model
+from tests.engine.reference.ranks import attach_ranks
+from tests.engine.reference.request import Request
+from tests.engine.reference.scheduler import SchedulerConfig
+from tests.engine.reference.weights import draw_weights
 
 
 def engine(connection: Connection, address: str, replica: str, workers: list[str]) -> None:

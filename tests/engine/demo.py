@@ -28,15 +28,15 @@ from rich.text import Text
 import kvplane
 from kvplane.base.sources import LayerSource
 from kvplane_tools.cli.child import ServiceChild
-from kvplane_worker.engine.config import MIXED
-from kvplane_worker.engine.engine import Engine
-from kvplane_worker.engine.model import Model
-from kvplane_worker.engine.ranks import attach_ranks
-from kvplane_worker.engine.request import Request
-from kvplane_worker.engine.scheduler import SchedulerConfig
-from kvplane_worker.engine.weights import draw_weights
 from tests.engine import demo_tiers
 from tests.engine.backends import Place, backend_of, default_backend, suited
+from tests.engine.reference.config import MIXED
+from tests.engine.reference.engine import Engine
+from tests.engine.reference.model import Model
+from tests.engine.reference.ranks import attach_ranks
+from tests.engine.reference.request import Request
+from tests.engine.reference.scheduler import SchedulerConfig
+from tests.engine.reference.weights import draw_weights
 from tests.engine.talk import Talk, conversations, readable
 from tests.engine.twin import Twin
 from tests.engine.workers import running_workers

@@ -20,14 +20,14 @@ from kvplane import wire
 from kvplane.base.groups import ReplicaSpec, TierKind, TierSpec
 from kvplane.base.sources import LayerSource
 from kvplane.base.step import RowFlag, StepResult
-from kvplane_worker.engine.config import EVEN
-from kvplane_worker.engine.engine import Engine
-from kvplane_worker.engine.model import Model
-from kvplane_worker.engine.ranks import attach_ranks
-from kvplane_worker.engine.request import Request
-from kvplane_worker.engine.scheduler import SchedulerConfig
-from kvplane_worker.engine.weights import draw_weights
 from tests.engine.backends import Place, backend_of, suited
+from tests.engine.reference.config import EVEN
+from tests.engine.reference.engine import Engine
+from tests.engine.reference.model import Model
+from tests.engine.reference.ranks import attach_ranks
+from tests.engine.reference.request import Request
+from tests.engine.reference.scheduler import SchedulerConfig
+from tests.engine.reference.weights import draw_weights
 from tests.engine.twin import Twin
 from tests.engine.workers import running_workers
 

@@ -15,11 +15,11 @@ from kvplane.session.rows import FactRow
 from kvplane_kernels.interface import AttentionPages, AttentionRule, Batch, PagedOps
 from kvplane_kernels.torch_ops import TorchOps
 from kvplane_worker import pages
-from kvplane_worker.engine.batch import state_index
-from kvplane_worker.engine.engine import Engine
-from kvplane_worker.engine.request import Request
-from kvplane_worker.engine.scheduler import Scheduled
 from kvplane_worker.tiers import HostSlots, Movers, PeerSlots
+from tests.engine.reference.batch import state_index
+from tests.engine.reference.engine import Engine
+from tests.engine.reference.request import Request
+from tests.engine.reference.scheduler import Scheduled
 
 MakeMover = Callable[[pages.PageBuffers, PagedOps, int], PageMover]
 

@@ -16,7 +16,9 @@ from kvplane_kernels.interface import PagedOps
 from kvplane_kernels.torch_ops import TorchOps
 from kvplane_service.config import Config
 from kvplane_service.registry import Registry
-from kvplane_worker.engine.config import (
+from tests.engine.backends import Place, backend_of, suited
+from tests.engine.faults import Fault, WholePages
+from tests.engine.reference.config import (
     ATTENTION,
     EVEN,
     HALVES,
@@ -30,10 +32,8 @@ from kvplane_worker.engine.config import (
     ScanLayer,
     StateLayer,
 )
-from kvplane_worker.engine.request import Request
-from kvplane_worker.engine.scheduler import SchedulerConfig
-from tests.engine.backends import Place, backend_of, suited
-from tests.engine.faults import Fault, WholePages
+from tests.engine.reference.request import Request
+from tests.engine.reference.scheduler import SchedulerConfig
 from tests.engine.workload import Answers, LongPrompts, Pairs, Recall, Requests
 from tests.engine.world import SOUND, Pool, World
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvplane_worker.engine.config import BOS, NUM_BYTES
-from kvplane_worker.engine.request import Request
+from tests.engine.reference.config import BOS, NUM_BYTES
+from tests.engine.reference.request import Request
 
 DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")
 PREFIX_BYTES = (320, 480)

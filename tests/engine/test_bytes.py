@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from kvplane.base.groups import DENSE_RETENTION
-from kvplane_worker.engine.batch import Launch, Row
-from kvplane_worker.engine.config import MIXED, AttentionLayer, layer_name
-from kvplane_worker.engine.engine import Engine, OpenSession
-from kvplane_worker.engine.model import Model
-from kvplane_worker.engine.ranks import RankMemory
-from kvplane_worker.engine.scheduler import Scheduled, SchedulerConfig
 from tests.engine.faults import Fault
+from tests.engine.reference.batch import Launch, Row
+from tests.engine.reference.config import MIXED, AttentionLayer, layer_name
+from tests.engine.reference.engine import Engine, OpenSession
+from tests.engine.reference.model import Model
+from tests.engine.reference.ranks import RankMemory
+from tests.engine.reference.scheduler import Scheduled, SchedulerConfig
 from tests.engine.workload import Requests
 from tests.engine.world import Pool, World
 

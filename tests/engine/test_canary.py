@@ -17,14 +17,14 @@ from kvplane.base.step import NO_EXTRA_KEYS, Cache, RowFlag
 from kvplane_core.face import setup
 from kvplane_service.decisions.log import Decision
 from kvplane_service.unary.hashing import hash_tokens
-from kvplane_worker.engine import canary
-from kvplane_worker.engine.config import BOS, EVEN, LATENT, MIXED, ModelConfig
-from kvplane_worker.engine.request import Request
-from kvplane_worker.engine.scheduler import SchedulerConfig
 from kvplane_worker.tiers import HostSlots
 from kvplane_worker.tiers.seal import Content
 from kvplane_worker.tiers.slots import Fill
 from tests.engine import tiers
+from tests.engine.reference import canary
+from tests.engine.reference.config import BOS, EVEN, LATENT, MIXED, ModelConfig
+from tests.engine.reference.request import Request
+from tests.engine.reference.scheduler import SchedulerConfig
 from tests.engine.stress import DENSE, FULL, HYBRID, MIXES, QWEN3_NEXT, SPLIT, run_mix
 from tests.engine.world import SOUND, Pool, World
 
@@ -123,7 +123,7 @@ class Blind(canary.Canary):
 @pytest.mark.parametrize("model", ["mixed", "split"])
 def test_nothing_else_finds_the_damage(model, monkeypatch):
     """The twin of the tests here: without the comparison the damage is served, and no check of the product sees it."""
-    monkeypatch.setattr("kvplane_worker.engine.engine.Canary", Blind)
+    monkeypatch.setattr("tests.engine.reference.engine.Canary", Blind)
     world = World(MODELS[model], ALL)
     serve(world, "first")
     for place in claimed(world):

@@ -14,12 +14,12 @@ from kvplane.base.groups import TierKind, TierSpec
 from kvplane.base.step import ExtraKeys, RowFlag
 from kvplane_core.face import setup
 from kvplane_service.explain.causes import Cause
-from kvplane_worker.engine.config import BOS, ModelConfig
-from kvplane_worker.engine.request import Request
-from kvplane_worker.engine.scheduler import SchedulerConfig
-from kvplane_worker.engine.weights import Weights, draw_weights
 from tests.core.follower import Follower
 from tests.core.specification import specification_of
+from tests.engine.reference.config import BOS, ModelConfig
+from tests.engine.reference.request import Request
+from tests.engine.reference.scheduler import SchedulerConfig
+from tests.engine.reference.weights import Weights, draw_weights
 from tests.engine.stress import DENSE, FULL, STATE
 from tests.engine.test_canary import canary_of, mismatches
 from tests.engine.tiers import WINDOW

@@ -12,8 +12,8 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from kvplane_worker.engine.request import Request
 from tests.engine.demo import ROOT, Look, lines, panel
+from tests.engine.reference.request import Request
 from tests.engine.talk import conversations, readable
 from tests.engine.world import World
 

@@ -12,9 +12,9 @@ import pytest
 from kvplane.base.errors import Unavailable
 from kvplane.base.groups import TierKind, TierSpec
 from kvplane_worker.attach import describe
-from kvplane_worker.engine.config import MIXED
 from kvplane_worker.lending.rundir import STATE
 from tests.engine import child
+from tests.engine.reference.config import MIXED
 from tests.engine.test_processes import POOL, count_wrong, register, serve_all
 from tests.service.rig import until
 from tests.worker import children

@@ -16,9 +16,9 @@ from kvplane.base.errors import InvalidArgument
 from kvplane.base.layer_spec import DType
 from kvplane_kernels.cudnn_ops import backend as cudnn
 from kvplane_kernels.cudnn_ops import rows
-from kvplane_worker.engine.config import EIGHT_BIT, HALVES, LATENT, MIXED, ModelConfig, StateLayer
 from kvplane_worker.pages.dtypes import TORCH_DTYPES
 from tests.engine.backends import CUDNN, Place, lender
+from tests.engine.reference.config import EIGHT_BIT, HALVES, LATENT, MIXED, ModelConfig, StateLayer
 from tests.engine.stress import (
     FULL,
     JAMBA,

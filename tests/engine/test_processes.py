@@ -10,9 +10,9 @@ import pytest
 
 from kvplane.base.groups import TierKind, TierSpec
 from kvplane_worker.attach import describe
-from kvplane_worker.engine.config import MIXED
-from kvplane_worker.engine.weights import draw_weights
 from tests.engine import child
+from tests.engine.reference.config import MIXED
+from tests.engine.reference.weights import draw_weights
 from tests.engine.twin import Twin
 from tests.engine.workload import Requests
 from tests.engine.world import Pool

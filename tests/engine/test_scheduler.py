@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from kvplane.base.errors import InvalidArgument, OtherWriter, StaleEpoch
-from kvplane_worker.engine.batch import Launch, Row, state_index
-from kvplane_worker.engine.config import ATTENTION, EVEN, MIXED, ModelConfig
-from kvplane_worker.engine.drafter import draft
-from kvplane_worker.engine.engine import Engine
-from kvplane_worker.engine.request import Request
-from kvplane_worker.engine.scheduler import SchedulerConfig
+from tests.engine.reference.batch import Launch, Row, state_index
+from tests.engine.reference.config import ATTENTION, EVEN, MIXED, ModelConfig
+from tests.engine.reference.drafter import draft
+from tests.engine.reference.engine import Engine
+from tests.engine.reference.request import Request
+from tests.engine.reference.scheduler import SchedulerConfig
 from tests.engine.world import Pool, World
 
 

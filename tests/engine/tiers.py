@@ -28,14 +28,14 @@ from kvplane.tier_jobs import TierJobs
 from kvplane_core.face import setup
 from kvplane_kernels.interface import GroupPages
 from kvplane_kernels.torch_ops import TorchOps
-from kvplane_worker.engine.config import EVEN, AttentionLayer, LayerConfig, ModelConfig
-from kvplane_worker.engine.engine import Engine
 from kvplane_worker.tiers import HostSlots, Movers
 from kvplane_worker.tiers.movers import Job
 from kvplane_worker.tiers.seal import UNSEALED, Content
 from kvplane_worker.tiers.slots import Fill
 from tests.engine.__main__ import line
 from tests.engine.faults import Fault
+from tests.engine.reference.config import EVEN, AttentionLayer, LayerConfig, ModelConfig
+from tests.engine.reference.engine import Engine
 from tests.engine.stress import DENSE, FULL, LATENT_ROWS, STATE, Mix, Report, run_mix, tuned
 from tests.engine.workload import Returning, in_laps
 from tests.engine.world import SOUND, Pool

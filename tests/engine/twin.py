@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvplane_worker.engine.config import EIGHT_BIT, AttentionLayer, LatentLayer, ModelConfig, layer_name
-from kvplane_worker.engine.weights import (
+from kvplane_worker.pages import PageBuffers
+from kvplane_worker.pages.dtypes import TORCH_DTYPES
+from tests.engine.reference.config import EIGHT_BIT, AttentionLayer, LatentLayer, ModelConfig, layer_name
+from tests.engine.reference.weights import (
     AttentionWeights,
     DeltaWeights,
     FeedForward,
@@ -24,8 +26,6 @@ from kvplane_worker.engine.weights import (
     SelectiveWeights,
     Weights,
 )
-from kvplane_worker.pages import PageBuffers
-from kvplane_worker.pages.dtypes import TORCH_DTYPES
 from tests.kernels.formats import FORMATS
 
 MASKED = -math.inf

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 
-from kvplane_worker.engine.config import BOS, NUM_BYTES
-from kvplane_worker.engine.request import Request
+from tests.engine.reference.config import BOS, NUM_BYTES
+from tests.engine.reference.request import Request
 
 WORDS = "the a page block of key value state that was held free hit miss token rank step is not and it went".split()
 

@@ -28,19 +28,19 @@ from kvplane_service.config import Config
 from kvplane_service.registry import Registration, Registry
 from kvplane_service.replicas.host import ReplicaHost
 from kvplane_service.rpc.sources import plan_source
-from kvplane_worker.engine.batch import Launch
-from kvplane_worker.engine.config import BOS, EIGHT_BIT, MIXED, ModelConfig
-from kvplane_worker.engine.engine import Engine, LaunchFailed
-from kvplane_worker.engine.model import Model
-from kvplane_worker.engine.ranks import RankMemory
-from kvplane_worker.engine.scheduler import SchedulerConfig
-from kvplane_worker.engine.weights import Weights, draw_weights
 from kvplane_worker.pages import PageBuffers
 from kvplane_worker.pages.buffers import allocation_bytes
 from kvplane_worker.tiers import DiskSlots, MoverMemory, Movers, Slots
 from kvplane_worker.tiers.seal import IDENTITY_BYTES
 from tests.engine.backends import Place
 from tests.engine.faults import Fault
+from tests.engine.reference.batch import Launch
+from tests.engine.reference.config import BOS, EIGHT_BIT, MIXED, ModelConfig
+from tests.engine.reference.engine import Engine, LaunchFailed
+from tests.engine.reference.model import Model
+from tests.engine.reference.ranks import RankMemory
+from tests.engine.reference.scheduler import SchedulerConfig
+from tests.engine.reference.weights import Weights, draw_weights
 from tests.engine.twin import Twin
 from tests.service.inprocess import InProcessTransport
 

@@ -17,10 +17,10 @@ import torch
 
 from kvplane.base.errors import FailedPrecondition, KvplaneError, NotFound, StaleEpoch
 from kvplane.v1 import allocation_pb2 as pb
-from kvplane_worker.engine.config import MIXED
-from kvplane_worker.engine.request import Request
-from kvplane_worker.engine.weights import draw_weights
 from tests.cli.hung import TooLate
+from tests.engine.reference.config import MIXED
+from tests.engine.reference.request import Request
+from tests.engine.reference.weights import draw_weights
 from tests.engine.twin import Twin
 from tests.engine.workload import Requests, Returning
 from tests.engine.world import Pool

@@ -24,15 +24,15 @@ from kvplane.blocking.session import Session
 from kvplane.rank import Moves, PageMover, Rank
 from kvplane.session.rows import AdmitRow, FactRow, NewsRow, part_of
 from kvplane_worker.attach import attach
-from kvplane_worker.engine.batch import Launch
-from kvplane_worker.engine.config import ModelConfig
-from kvplane_worker.engine.engine import Engine, OpenSession
-from kvplane_worker.engine.model import Model, RankModel
-from kvplane_worker.engine.ranks import RankMemory
-from kvplane_worker.engine.request import Request
-from kvplane_worker.engine.scheduler import Scheduled, SchedulerConfig
 from kvplane_worker.pages import PageBuffers
 from tests.engine import child
+from tests.engine.reference.batch import Launch
+from tests.engine.reference.config import ModelConfig
+from tests.engine.reference.engine import Engine, OpenSession
+from tests.engine.reference.model import Model, RankModel
+from tests.engine.reference.ranks import RankMemory
+from tests.engine.reference.request import Request
+from tests.engine.reference.scheduler import Scheduled, SchedulerConfig
 from tests.worker.children import picklable
 
 # Points of a step where the process can be killed or stopped, in order.

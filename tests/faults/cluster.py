@@ -28,12 +28,12 @@ from kvplane.sansio.retry import RetryPolicy
 from kvplane.v1 import admin_pb2
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.v1.admin_pb2_grpc import AdminStub
-from kvplane_worker.engine.config import MIXED
 from kvplane_worker.lending.rundir import SOCKET, shared_prefix
 from kvplane_worker.memory.shared import SHM_FOLDER
 from kvplane_worker.process import WorkerOptions
 from tests.cli.processes import KVPLANE
 from tests.client.proxy import CuttingProxy
+from tests.engine.reference.config import MIXED
 from tests.engine.world import Pool
 from tests.faults import child
 from tests.faults.child import Work

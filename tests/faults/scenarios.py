@@ -17,8 +17,8 @@ from typing import Any
 from kvplane.base.errors import KvplaneError, OtherWriter
 from kvplane.base.groups import DENSE_RETENTION
 from kvplane.v1 import allocation_pb2 as pb
-from kvplane_worker.engine.config import ATTENTION
-from kvplane_worker.engine.weights import draw_weights
+from tests.engine.reference.config import ATTENTION
+from tests.engine.reference.weights import draw_weights
 from tests.engine.twin import Twin
 from tests.engine.world import Pool
 from tests.faults import child

@@ -18,13 +18,13 @@ import kvplane
 from kvplane.base.errors import KvplaneError
 from kvplane.base.step import StepResult
 from kvplane_kernels.torch_ops import TorchOps
-from kvplane_worker.engine.config import ModelConfig
-from kvplane_worker.engine.engine import OpenSession
-from kvplane_worker.engine.model import Model
-from kvplane_worker.engine.ranks import RankMemory, attach_ranks
-from kvplane_worker.engine.scheduler import SchedulerConfig
-from kvplane_worker.engine.weights import draw_weights
 from tests.engine.child import serve
+from tests.engine.reference.config import ModelConfig
+from tests.engine.reference.engine import OpenSession
+from tests.engine.reference.model import Model
+from tests.engine.reference.ranks import RankMemory, attach_ranks
+from tests.engine.reference.scheduler import SchedulerConfig
+from tests.engine.reference.weights import draw_weights
 from tests.faults.child import ORDERS, TrappedEngine, Work
 from tests.fleet.history import Granted, Notes, Wrote
 from tests.worker.children import picklable

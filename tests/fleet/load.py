@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from kvplane.base.errors import KvplaneError
-from kvplane_worker.engine.request import Request
-from kvplane_worker.engine.weights import draw_weights
+from tests.engine.reference.request import Request
+from tests.engine.reference.weights import draw_weights
 from tests.engine.twin import Twin
 from tests.engine.workload import Requests
 from tests.faults.child import Trap

@@ -17,8 +17,8 @@ from kvplane.base.errors import KvplaneError
 from kvplane.blocking.client import Client
 from kvplane.rpc.channel import open_channel
 from kvplane.sansio.retry import RetryPolicy
-from kvplane_worker.engine.config import MIXED
 from kvplane_worker.process import WorkerOptions
+from tests.engine.reference.config import MIXED
 from tests.engine.world import Pool
 from tests.faults import cluster
 from tests.faults.cluster import LIMIT_S, Engines, Plan, run_child

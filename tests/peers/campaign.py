@@ -28,12 +28,12 @@ from kvplane_service.registry import Registry
 from kvplane_service.replicas import peers as board
 from kvplane_service.replicas.lenders import Member
 from kvplane_service.unary.hashing import hash_tokens
-from kvplane_worker.engine.config import BOS, AttentionLayer, LayerConfig
-from kvplane_worker.engine.request import Request
 from kvplane_worker.nixl.messages import PACKAGES
 from kvplane_worker.tiers import Movers, PeerSlots
 from kvplane_worker.tiers.arena import PeerMemory
 from tests.engine.faults import Fault
+from tests.engine.reference.config import BOS, AttentionLayer, LayerConfig
+from tests.engine.reference.request import Request
 from tests.engine.stress import DENSE, FULL, STATE, Report, compare
 from tests.engine.world import World
 from tests.peers.ledger import LEDGER, CheckedOps, CheckedPeers, Ledger, NotedSlots

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 
-from kvplane_worker.engine.request import Request
+from tests.engine.reference.request import Request
 from tests.engine.stress import compare
 from tests.peers.campaign import BLOCK, FULL_HOST, OF_TWO, Outcome, Run
 

@@ -24,13 +24,13 @@ from kvplane_service.config import Config
 from kvplane_service.registry import Registry
 from kvplane_service.replicas.peer_watch import PeerWatch
 from kvplane_service.replicas.peers import Namespace
-from kvplane_worker.engine.config import LayerConfig, ModelConfig
-from kvplane_worker.engine.scheduler import SchedulerConfig
 from kvplane_worker.nixl.process import NixlProcess
 from kvplane_worker.tiers import HostSlots, Peer, PeerSlots
 from kvplane_worker.tiers.arena import Arena, PeerMemory
 from kvplane_worker.tiers.seal import IDENTITY_BYTES
 from tests.engine.faults import Fault
+from tests.engine.reference.config import LayerConfig, ModelConfig
+from tests.engine.reference.scheduler import SchedulerConfig
 from tests.engine.stress import FULL, tuned
 from tests.engine.world import SOUND, Pool, World
 

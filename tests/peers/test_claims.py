@@ -10,8 +10,8 @@ from kvplane.base.events import EventBatch
 from kvplane_fleet.fleet import Fleet, Prompt
 from kvplane_fleet.follow.replica_source import ReplicaSource
 from kvplane_fleet.settings import PlaceSettings
-from kvplane_worker.engine.config import BOS
-from kvplane_worker.engine.request import Request
+from tests.engine.reference.config import BOS
+from tests.engine.reference.request import Request
 from tests.engine.stress import DENSE, FULL
 from tests.peers.campaign import GROUPS, leaks_of
 from tests.peers.site import Site, pool_of

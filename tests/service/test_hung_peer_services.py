@@ -20,7 +20,7 @@ from kvplane_service.process import peer_services
 from kvplane_service.process.app import App
 from kvplane_service.rpc import workers
 from kvplane_service.telemetry.collector import ServiceCollector
-from kvplane_worker.engine.request import Request
+from tests.engine.reference.request import Request
 from tests.engine.stress import FULL, Report, compare
 from tests.engine.world import World
 from tests.peers.site import Site, pool_of, tiers_of

@@ -13,9 +13,9 @@ from kvplane_service.config import Config
 from kvplane_service.registry import Entry, Registration, Registry
 from kvplane_service.rpc.encode import encode_description
 from kvplane_service.runtime.reports import StoreReport, StoreState
-from kvplane_worker.engine.request import Request
 from kvplane_worker.tiers.seal import IDENTITY_BYTES
 from tests.core.builders import full, replica_spec
+from tests.engine.reference.request import Request
 from tests.engine.stress import FULL
 from tests.engine.world import World
 from tests.peers.site import Site, pool_of, tiers_of

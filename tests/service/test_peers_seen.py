@@ -23,7 +23,7 @@ from kvplane_tools.cli.query.explain import sentence
 from kvplane_tools.cli.query.replica import _description
 from kvplane_tools.cli.views.samples import Trend
 from kvplane_tools.cli.views.top_panels import panel
-from kvplane_worker.engine.request import Request
+from tests.engine.reference.request import Request
 from tests.engine.stress import FULL
 from tests.engine.world import World
 from tests.peers.site import Site, pool_of

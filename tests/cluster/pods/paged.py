@@ -24,13 +24,13 @@ from kvplane.base.errors import AlreadyExists, KvplaneError
 from kvplane.base.sources import LayerSource
 from kvplane.sansio.retry import RetryPolicy
 from kvplane_kernels.torch_ops import TorchOps
-from kvplane_worker.engine.config import BOS, MIXED
-from kvplane_worker.engine.engine import Engine
-from kvplane_worker.engine.model import Model
-from kvplane_worker.engine.ranks import RankMemory, attach_ranks
-from kvplane_worker.engine.request import Request
-from kvplane_worker.engine.scheduler import SchedulerConfig
-from kvplane_worker.engine.weights import draw_weights
+from tests.engine.reference.config import BOS, MIXED
+from tests.engine.reference.engine import Engine
+from tests.engine.reference.model import Model
+from tests.engine.reference.ranks import RankMemory, attach_ranks
+from tests.engine.reference.request import Request
+from tests.engine.reference.scheduler import SchedulerConfig
+from tests.engine.reference.weights import draw_weights
 
 PROMPTS, LENGTH, NEW, LIMIT_S = 6, 70, 8, 120.0
 PATIENCE = RetryPolicy(attempts=None, within_s=LIMIT_S)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from kvplane import scheduling
-from kvplane_worker.engine.config import EOS
+from tests.engine.reference.config import EOS
 
 
 @dataclass(eq=False, slots=True)

@@ -28,8 +28,11 @@ from kvplane_kernels.interface import (
     WarmUp,
 )
 from kvplane_kernels.torch_ops import TorchOps
-from kvplane_worker.engine.batch import Launch, Row
-from kvplane_worker.engine.config import (
+from kvplane_worker.pages import PageBuffers
+from kvplane_worker.pages.calibration import Calibration
+from kvplane_worker.pages.dtypes import TORCH_DTYPES
+from tests.engine.reference.batch import Launch, Row
+from tests.engine.reference.config import (
     AttentionLayer,
     DeltaLayer,
     LatentLayer,
@@ -40,7 +43,7 @@ from kvplane_worker.engine.config import (
     StateLayer,
     layer_name,
 )
-from kvplane_worker.engine.weights import (
+from tests.engine.reference.weights import (
     AttentionWeights,
     DeltaWeights,
     LatentWeights,
@@ -49,9 +52,6 @@ from kvplane_worker.engine.weights import (
     Weights,
     share_of,
 )
-from kvplane_worker.pages import PageBuffers
-from kvplane_worker.pages.calibration import Calibration
-from kvplane_worker.pages.dtypes import TORCH_DTYPES
 
 ROTARY_BASE = 100.0
 NORM_EPSILON = 1e-6

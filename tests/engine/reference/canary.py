@@ -26,14 +26,14 @@ from kvplane.base.layer_spec import AttentionSpec, ceil_div
 from kvplane.base.layers import MambaSpec, MLASpec
 from kvplane.base.rank_plan import LayerPlace, TensorPlacement
 from kvplane.base.step import Cache
-from kvplane_worker.engine.batch import NO_STATE, Launch, Row
-from kvplane_worker.engine.config import ModelConfig
-from kvplane_worker.engine.model import Model
-from kvplane_worker.engine.request import Request
-from kvplane_worker.engine.scheduler import Scheduled
 from kvplane_worker.pages import PageBuffers
 from kvplane_worker.pages.buffers import WORD_BYTES
 from kvplane_worker.pages.dtypes import SCALED, TORCH_DTYPES
+from tests.engine.reference.batch import NO_STATE, Launch, Row
+from tests.engine.reference.config import ModelConfig
+from tests.engine.reference.model import Model
+from tests.engine.reference.request import Request
+from tests.engine.reference.scheduler import Scheduled
 
 CHUNK_TOKENS = 512  # of a prefix that are computed at once
 MOST_SUSPECTS = 1024  # prefixes; with more, every hit is compared

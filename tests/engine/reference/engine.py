@@ -12,13 +12,13 @@ from kvplane.rank import Rank, RankGroup
 from kvplane.scheduling import Counts
 from kvplane.session.reopening import Revival
 from kvplane.tier_jobs import TierJobs
-from kvplane_worker.engine.batch import Launch
-from kvplane_worker.engine.canary import Canary
-from kvplane_worker.engine.model import Model
-from kvplane_worker.engine.ranks import RankMemory
-from kvplane_worker.engine.request import Request
-from kvplane_worker.engine.scheduler import Scheduled, Scheduler, SchedulerConfig
-from kvplane_worker.engine.weights import Weights
+from tests.engine.reference.batch import Launch
+from tests.engine.reference.canary import Canary
+from tests.engine.reference.model import Model
+from tests.engine.reference.ranks import RankMemory
+from tests.engine.reference.request import Request
+from tests.engine.reference.scheduler import Scheduled, Scheduler, SchedulerConfig
+from tests.engine.reference.weights import Weights
 
 IDLE_WAIT_S = 0.05
 EARLIER_WAIT_S = 60  # for the movers to stop the jobs of an engine before this one

@@ -12,10 +12,10 @@ from kvplane import scheduling
 from kvplane.base.groups import GroupKind, ReplicaSpec
 from kvplane.base.step import Part, PartResult
 from kvplane.scheduling import Drafter, Limits
-from kvplane_worker.engine import batch
-from kvplane_worker.engine.batch import NO_STATE, state_index
-from kvplane_worker.engine.drafter import draft
-from kvplane_worker.engine.request import Request
+from tests.engine.reference import batch
+from tests.engine.reference.batch import NO_STATE, state_index
+from tests.engine.reference.drafter import draft
+from tests.engine.reference.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class SchedulerConfig(Limits):
             flight: at most 3, and 2 where launches may fail (the service accepts 4 steps in flight).
         load_deadline_s: after this time a request waits no longer for its load from a tier, and computes its hit.
         canary_rate: share of the requests, 0 to 1, whose hits the engine computes again to compare them
-            (`kvplane_worker.engine.canary`).
+            (`tests.engine.reference.canary`).
         weighs_loads: whether the engine reports what it measures, so that a hit is loaded only if that is faster than
             to compute it.
     """

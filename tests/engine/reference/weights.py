@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from kvplane_worker.engine.config import (
+from kvplane_worker.pages.dtypes import TORCH_DTYPES
+from tests.engine.reference.config import (
     VOCABULARY,
     AttentionLayer,
     DeltaLayer,
@@ -18,7 +19,6 @@ from kvplane_worker.engine.config import (
     ScanLayer,
     StateLayer,
 )
-from kvplane_worker.pages.dtypes import TORCH_DTYPES
 
 # Size of a layer's output relative to the residual stream: large enough that outputs depend on the context.
 LAYER_GAIN = 0.7
