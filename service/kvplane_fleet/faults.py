@@ -39,7 +39,6 @@ class Fault(Enum):
     RANK_INVALID = "rank_invalid"
     RANK_CHANGED = "rank_changed"
     REMOVAL_UNKNOWN = "removal_unknown"
-    REPORT_REPEATED = "report_repeated"
     TOO_MANY_ENTRIES = "too_many_entries"
     ENTRIES_DIFFER = "entries_differ"
     CLOCK_BACKWARDS = "clock_backwards"

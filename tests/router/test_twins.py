@@ -184,7 +184,7 @@ TWINS = {
         test_tiers.test_blocks_of_a_peer_load_delay_the_prompts_of_a_full_place,
         lambda _: lambda *given: 0.0,
     ),
-    "expectations stay": twin("fleet.expected:Expected.forget", expectations, lambda _: lambda self, name: None),
+    "expectations stay": twin("fleet.places:Expected.forget", expectations, lambda _: lambda self, name: None),
 }
 
 
