@@ -6,8 +6,8 @@ Needs `make vllm-env`. The engines have kvplane's connector with `peers`, and th
 first and the third are known to one service, the second to another; the services follow each other. A turn of a
 conversation is answered by an engine that is chosen at random, and every answer is compared with that of an engine that
 computes everything. A kill is of the engine that has answered before, of the one that answers, or of a service, before
-or while they answer. Ends with status 1 if a token differs, something is left, or a service has not the state of its
-engines.
+or while they answer; with `--hangs` such a process, with those that it has started, is also stopped and goes on later.
+Ends with status 1 if a token differs, something is left, or a service has not the state of its engines.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import cycle, islice, product, starmap
 from random import Random
 from typing import Any
 
@@ -36,7 +36,26 @@ ROOMY = 2000
 VICTIMS = "source", "service 0", "target", "service 1"
 SPEAKERS, MOST_TOKENS, THINKS_S, FINISHED_S = 6, 560, 0.4, 30.0
 MOST_STEPS = 6  # of a wave, before a kill
+HANGS_S = 0.5, 4.0, 20.0  # less and more than calls, reads and leases last
 OF_PEERS = "loaded", "discarded", "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What happens to a process while a group of turns is answered.
+
+    Attributes:
+        victim: one of VICTIMS; "" = nothing happens.
+        seconds: that it hangs; 0 = it is killed.
+    """
+
+    victim: str = ""
+    seconds: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """Of what is counted."""
+        return f"{self.victim or 'nothing'} {'hung' if self.seconds else 'killed'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +98,7 @@ class Moving:
     """Three engines and two services.
 
     Attributes:
-        counts: of kills by victim, answers, tokens that differ, tokens computed, blocks of peers.
+        counts: of kills and hangs by victim, answers, tokens that differ, tokens computed, blocks of peers.
         problems: what must not be.
     """
 
@@ -122,18 +141,20 @@ class Moving:
         """The same of what an engine had computed that lived when the request was sent."""
         return self.not_computed / max(1, self.counts["living"])
 
-    def serve(self, num_turns: int, num_kills: int) -> None:
-        """Let conversations move, and kill processes on the way; then look for what is left."""
-        waves = list(self._waves(self._conversations(num_turns)))
-        assert num_kills < len(waves), f"{len(waves)} groups of turns have no room for {num_kills} kills"
-        kills = dict(zip(self._rng.sample(range(1, len(waves)), num_kills), cycle(VICTIMS), strict=False))
+    def serve(self, num_turns: int, num_kills: int, num_hangs: int = 0) -> None:
+        """Let conversations move, and kill and stop processes on the way; then look for what is left."""
+        waves, num_faults = list(self._waves(self._conversations(num_turns))), num_kills + num_hangs
+        assert num_faults < len(waves), f"{len(waves)} groups of turns have no room for {num_faults} kills and hangs"
+        killed, hung = cycle(map(Fault, VICTIMS)), cycle(starmap(Fault, product(VICTIMS, HANGS_S)))
+        chosen = [*islice(killed, num_kills), *islice(hung, num_hangs)]
+        faults = dict(zip(self._rng.sample(range(1, len(waves)), num_faults), chosen, strict=True))
         last = dict[int, int]()
         for number, wave in enumerate(waves):
             others = [self._others(last.get(turn.speaker, 0)) for turn in wave]
             places = {turn.name: self._rng.choice(some) for turn, some in zip(wave, others, strict=True)}
             time.sleep(THINKS_S)
             self._note_living(wave)
-            self._answer(wave, places, kills.get(number, ""), last.get(wave[0].speaker, 0))
+            self._answer(wave, places, faults.get(number, Fault()), last.get(wave[0].speaker, 0))
             for turn in wave:
                 last[turn.speaker] = engine = places[turn.name]
                 self._known[turn.speaker, engine, self._lives[engine]] = len(turn.prompt) + NEW - 1
@@ -192,17 +213,20 @@ class Moving:
             known = max(self._known.get(one, 0) for one in lives)
             self.counts["living"] += min(turn.hit, known)
 
-    def _answer(self, wave: Sequence[Turn], places: dict[str, int], victim: str, source: int) -> None:
-        """Let engines answer a group of turns, and kill a process before or meanwhile. Those of an engine that is
-        killed are sent to another; `places` is changed.
+    def _answer(self, wave: Sequence[Turn], places: dict[str, int], fault: Fault, source: int) -> None:
+        """Let engines answer a group of turns, and kill or stop a process before or meanwhile. Those of an engine that
+        is killed are sent to another; `places` is changed.
         """
+        victim = "" if fault.seconds else fault.victim  # that is killed
         target, wait = places[wave[0].name], self._rng.randrange(MOST_STEPS)
         rights, steps, until_s = {turn.name: turn for turn in wave}, 0, time.monotonic() + WAIT_S
         for turn in wave:
             self._send(turn, places)
         while rights or steps <= wait:
             assert time.monotonic() < until_s, f"{rights} do not end"
-            if victim and steps == wait:
+            if fault.seconds and steps == wait:
+                self._process(fault.victim, source, target).pause(fault.seconds)
+            elif victim and steps == wait:
                 self._kill(victim, source, target)
                 for turn in rights.values():
                     if (victim, places[turn.name]) in (("source", source), ("target", target)):
@@ -211,7 +235,7 @@ class Moving:
             steps += 1
             for name, (tokens, _) in self._step({places[name] for name in rights}).items():
                 self.counts += Counter(answers=1, differ=_differ(tokens, rights.pop(name).answers))
-        self.counts[f"{victim or 'nothing'} killed"] += 1
+        self.counts[fault.name] += 1
         for number in {*places.values()} - {source if victim == "source" else target if victim == "target" else -1}:
             self._finish(number)
         self._restart(victim, source, target)
@@ -226,14 +250,17 @@ class Moving:
             self.engines[number].send("step", [])
         return {name: one for number in numbers for name, one in self.engines[number].answer()["ended"].items()}
 
-    def _kill(self, victim: str, source: int, target: int) -> None:
+    def _process(self, victim: str, source: int, target: int) -> Service | Driven:
         if victim.startswith("service"):
-            self.services[int(victim[-1])].kill()
-            return
-        killed = source if victim == "source" else target
-        self._count(self.engines[killed].ask("state"))
-        self.engines[killed].kill()
-        self._lives[killed] += 1
+            return self.services[int(victim[-1])]
+        return self.engines[source if victim == "source" else target]
+
+    def _kill(self, victim: str, source: int, target: int) -> None:
+        process = self._process(victim, source, target)
+        if isinstance(process, Driven):
+            self._count(process.ask("state"))
+            self._lives[self.engines.index(process)] += 1
+        process.kill()
 
     def _restart(self, victim: str, source: int, target: int) -> None:
         if victim.startswith("service"):
@@ -284,12 +311,12 @@ def _differ(tokens: Sequence[int], rights: Sequence[Sequence[int]]) -> int:
     return min(sum(a != b for a, b in zip(tokens, right, strict=True)) for right in rights)
 
 
-def moved(setting: Setting, num_turns: int, num_kills: int) -> Moving:
+def moved(setting: Setting, num_turns: int, num_kills: int, num_hangs: int = 0) -> Moving:
     """Return what was seen."""
     environment.set_up()
     one = Moving(setting)
     try:
-        one.serve(num_turns, num_kills)
+        one.serve(num_turns, num_kills, num_hangs)
     finally:
         one.close()
     return one
@@ -301,6 +328,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("model", nargs="?", default="llama", choices=POOLS)
     parser.add_argument("--turns", type=int, default=60)
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--hangs", type=int, default=0)
     parser.add_argument("--kinds", default=KINDS, help="of the three engines, each stock or kvplane, with async or tp2")
     parser.add_argument("--host", default=tier_runs.LARGE, help="memory of each rank")
     parser.add_argument("--transport", default="shared-memory", choices=["shared-memory", "nixl", "nixl-only"])
@@ -308,9 +336,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args(arguments)
     setting = Setting(given.model, given.kinds, given.host, given.transport, given.at_once, given.seed)
-    one = moved(setting, given.turns, given.kills)
+    one = moved(setting, given.turns, given.kills, given.hangs)
     counts = one.counts
     print(f"{given.kills} kills: " + ", ".join(f"{name} {counts[f'{name} killed']}" for name in VICTIMS))
+    print(f"{given.hangs} hangs: " + ", ".join(f"{name} {counts[f'{name} hung']}" for name in VICTIMS))
     print(f"prompts of {counts['tokens']} tokens, {counts['alone']} computed by an engine without a cache")
     print(f"{counts['computed']} computed here, {one.not_computed} not", end=": ")
     print(f"{one.share:.0%} of the {counts['hit']} that an infinite cache hits", end=", ")

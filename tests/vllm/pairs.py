@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryFile
+from threading import Timer
 from typing import Any
 
 from tests.store.servers import free_port
@@ -70,11 +73,24 @@ class Driven:
                 other.ask("step", [])
         return ended[name]
 
+    def pause(self, seconds: float) -> None:
+        """Stop it, and the processes that it has started, for some seconds, without waiting for them."""
+        tasks = Path(f"/proc/{self._process.pid}/task").iterdir()
+        children = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+        Timer(seconds, _signal, [(self._process.pid, *children), signal.SIGCONT]).start()
+        _signal((self._process.pid, *children), signal.SIGSTOP)
+
     def kill(self) -> None:
         """Kill it with SIGKILL."""
         self._process.kill()
         self._process.communicate()
         self._errors.close()
+
+
+def _signal(pids: Sequence[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 class Engine(Driven):

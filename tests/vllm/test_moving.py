@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.vllm.moving import VICTIMS, Setting, moved
+from tests.vllm.moving import HANGS_S, VICTIMS, Setting, moved
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(0)]
 
@@ -31,3 +31,11 @@ def test_tokens_are_right_whatever_is_killed_and_each_service_has_the_state_of_i
     one = moved(Setting("llama", at_once=3), 24, len(VICTIMS))
     assert (one.problems, one.counts["differ"], one.counts["answers"]) == ([], 0, 24)
     assert {name: one.counts[f"{name} killed"] for name in VICTIMS} == dict.fromkeys(VICTIMS, 1)
+
+
+@pytest.mark.parametrize("transport", ["shared-memory", "nixl-only"])
+def test_tokens_are_right_whatever_hangs_for_a_while(transport):
+    one = moved(Setting("llama", at_once=3, transport=transport), 60, 0, len(VICTIMS) * len(HANGS_S))
+    assert (one.problems, one.counts["differ"], one.counts["answers"]) == ([], 0, 60)
+    assert {name: one.counts[f"{name} hung"] for name in VICTIMS} == dict.fromkeys(VICTIMS, len(HANGS_S))
+    assert one.counts["peers loaded"] > 10
