@@ -150,7 +150,7 @@ def measure(count: int, width: int, runs: int) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.peer_reads", description=__doc__)
-    parser.add_argument("--runs", type=int, default=60)
+    parser.add_argument("--runs", type=int, default=200)
     given = parser.parse_args()
     os.environ.setdefault("UCX_TLS", "tcp")
     torch.set_num_threads(1)
