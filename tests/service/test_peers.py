@@ -145,13 +145,17 @@ def test_metadata_of_an_agent_goes_to_workers_that_may_read_its_memory_and_is_no
     assert (shown.host_incarnation, shown.nixl_arena) == (given.incarnation, b"")
 
 
-def test_a_tier_of_peers_that_is_too_small_reads_no_peer():
+def test_a_tier_of_peers_that_is_too_small_reads_no_peer_and_shows_it():
     pool = pool_of(1, (FULL,))
     site = Site(2, pool)
     first, second = site.worlds
     namespace = entry_of(site, first).namespace
     assert namespace is not None
-    assert len(namespace.arenas(first.name, 0)) + len(namespace.arenas(second.name, 0)) == 1
+    given = {one.name: len(namespace.arenas(one.name, 0)) for one in (first, second)}
+    assert sorted(given.values()) == [0, 1]
+    for one, other in ((first, second), (second, first)):
+        shown = encode_description(entry_of(site, one), StoreReport(StoreState.OFF), []).peers
+        assert [(peer.replica, peer.is_read) for peer in shown] == [(other.name, given[one.name] == 1)]
     site.close()
 
 

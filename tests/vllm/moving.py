@@ -116,8 +116,8 @@ class Moving:
             engine.answer()
 
     def _engine(self, number: int) -> Driven:
-        options = {"host": self._setting.host, "address": self.services[number % 2].address, "peers": "4"}
-        options["peer_transport"] = self._setting.transport
+        options = {"host": self._setting.host, "address": self.services[number % 2].address}
+        options |= {"peers": str(len(self._kinds) - 1), "peer_transport": self._setting.transport}
         return self._started(self._kinds[number], json.dumps(options | {"replica": f"tiers-{number}"}))
 
     def _started(self, kind: str, options: str, num_blocks: int = 0) -> Driven:

@@ -100,9 +100,13 @@ class Namespace:
         return found
 
     def peers_of(self, name: str) -> Iterator[tuple[Lender, bool]]:
-        """Return the replicas that one may read, and whether the workers of all ranks can."""
-        mapped = self._members[name].mapped
-        yield from ((one, set(one.memory) <= mapped) for one in self._others(name))
+        """Return the others, if a replica has a tier of peers, and whether it reads each: that tier has room for it, and
+        the workers of all ranks can.
+        """
+        me, near = self._members[name], {one.name for one in self._others(name)}
+        for one in self._all() if me.reads else ():
+            if one is not me:
+                yield one, one.name in near and set(one.memory) <= me.mapped
 
     def holders(self, name: str, key: Key) -> list[str]:
         """Return which of the replicas that one may read have a key, each as "REPLICA" or "REPLICA of SERVICE"."""

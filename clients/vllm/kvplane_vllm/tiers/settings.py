@@ -221,7 +221,7 @@ def tiers_of(config: KVCacheConfig, settings: Settings) -> tuple[int, tuple[Tier
     if num_blocks < 2:
         raise _wrong("host", f"{settings.host_bytes} bytes have room for no block of {width} bytes", "give more")
     if settings.peers:
-        most = min(settings.peers * num_blocks, MAX_BLOCKS)
+        most = min((settings.peers + 1) * num_blocks, MAX_BLOCKS)  # slots are numbered with those of this engine
         return num_blocks, (TierSpec(TierKind.PEERS, most, SavePolicy.BEHIND),)
     if settings.disk is None:
         return num_blocks, ()
