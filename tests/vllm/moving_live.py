@@ -12,9 +12,11 @@ import json
 import time
 from typing import Any
 
-from disaggregated import WAIT_S, Driven, serve
+from disaggregated import Driven, serve
 from tiers_live import modes_of, transfer
 from workload import engine, followed
+
+WAIT_S = 120.0
 
 
 class Engine(Driven):
