@@ -6,7 +6,7 @@ Needs `make vllm-env`. The engines have kvplane's connector with `peers`, and th
 first and the third are known to one service, the second to another; the services follow each other. A turn of a
 conversation is answered by an engine that is chosen at random, and every answer is compared with that of an engine that
 computes everything. A kill is of the engine that has answered before, of the one that answers, or of a service, before
-or while they answer; with `--hangs` such a process, with those that it has started, is also stopped and goes on later.
+or while they answer; with `--hangs` such a process, with those that it has started, is also stopped, and continues later.
 Ends with status 1 if a token differs, something is left, or a service has not the state of its engines.
 """
 
