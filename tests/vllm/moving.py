@@ -6,7 +6,7 @@ Needs `make vllm-env`. The engines have kvplane's connector with `peers`, and th
 first and the third are known to one service, the second to another; the services follow each other. A turn of a
 conversation is answered by an engine that is chosen at random, and every answer is compared with that of an engine that
 computes everything. A kill is of the engine that has answered before, of the one that answers, or of a service, before
-or while they answer; with `--hangs` such a process, with those that it has started, is also stopped, and continues later.
+or while they answer; with `--hangs` such a process, with those that it has started, is stopped for up to 20 s.
 Ends with status 1 if a token differs, something is left, or a service has not the state of its engines.
 """
 
@@ -158,6 +158,7 @@ class Moving:
             for turn in wave:
                 last[turn.speaker] = engine = places[turn.name]
                 self._known[turn.speaker, engine, self._lives[engine]] = len(turn.prompt) + NEW - 1
+        time.sleep(max(HANGS_S) if num_hangs else 0)  # a service that hangs is asked below
         for number in range(len(self.engines)):
             self._retire(number)
 

@@ -1,15 +1,16 @@
 """One engine that loads what others have in host memory, and lends its own. Commands and answers as of `disaggregated`.
 
-python tests/vllm/moving_live.py MODEL KIND NUM_BLOCKS OPTIONS
+python tests/vllm/moving_live.py MODEL KIND NUM_BLOCKS OPTIONS [ENGINE]
 
 KIND is stock or kvplane, with " async" or " tp2" behind it. OPTIONS is JSON: the options of kvplane's connector;
-null = the engine has none, and computes everything.
+null = the engine has none, and computes everything. ENGINE is JSON: further options of the engine.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from random import Random
 from typing import Any
 
 from disaggregated import Driven, serve
@@ -22,9 +23,9 @@ WAIT_S = 120.0
 class Engine(Driven):
     """The engine."""
 
-    def __init__(self, model: str, kind: str, num_blocks: str, options: str) -> None:
-        self._options = json.loads(options)
-        more = {"kv_transfer_config": transfer(self._options)} if self._options else {}
+    def __init__(self, model: str, kind: str, num_blocks: str, options: str, of_engine: str = "{}") -> None:
+        self._options, more = json.loads(options), json.loads(of_engine)
+        more |= {"kv_transfer_config": transfer(self._options)} if self._options else {}
         self.llm = engine(model, kind.split()[0], int(num_blocks), **more | modes_of(kind))
         self._scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         self._computed = 0
@@ -42,6 +43,20 @@ class Engine(Driven):
         found = super().step(sent)
         connector = self._scheduler.connector
         return found | {"busy": found["busy"] or (connector is not None and connector.has_pending_push_work())}
+
+    def first_token(self, seed: int, length: int) -> tuple[float, int]:
+        """Answer a random prompt with one token, alone; return the seconds that it took, and how many were computed."""
+        rng, name, before = Random(f"prompt {seed}"), f"{seed} at {time.monotonic()}", self._computed
+        prompt = [rng.randrange(3, 900) for _ in range(length)]
+        began = time.perf_counter()
+        self.add(name, prompt, 1, None)
+        while True:
+            computed = self._computed
+            if name in super().step([])["ended"]:
+                break
+            if self._computed == computed:
+                time.sleep(0.001)  # as vLLM's loop does, so that other threads run
+        return time.perf_counter() - began, self._computed - before
 
     def mirror(self) -> dict[str, Any]:
         """Return whether the service has the state of the tiers. One that was started again gets it with a step."""

@@ -47,6 +47,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 EXPERTS = {"num_experts_per_tok": 2}
 CONFIGS = {
     "llama": LlamaConfig(**COMMON),
+    "long": LlamaConfig(**COMMON | {"num_hidden_layers": 2, "max_position_embeddings": 1 << 18}),
     "gemma3": Gemma3TextConfig(
         **COMMON | {"num_hidden_layers": 7},
         sliding_window=64,
