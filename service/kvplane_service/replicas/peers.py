@@ -100,8 +100,8 @@ class Namespace:
         return found
 
     def peers_of(self, name: str) -> Iterator[tuple[Lender, bool]]:
-        """Return the others, if a replica has a tier of peers, and whether it reads each: that tier has room for it, and
-        the workers of all ranks can.
+        """Return the others, if a replica has a tier of peers, and whether it reads each: that tier has room for it,
+        and the workers of all ranks can.
         """
         me, near = self._members[name], {one.name for one in self._others(name)}
         for one in self._all() if me.reads else ():
