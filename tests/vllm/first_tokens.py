@@ -82,6 +82,8 @@ class Engines:
             return found
         for seed in seeds:
             self._first_token(self._engines[DISK], seed, length)
+        time.sleep(APPLIED_S)  # until the disk has what host memory has
+        self._engines[DISK].ask("step", [])
         self._engines[DISK].kill()
         self._engines[DISK] = self._started({"disk": self._folder.name, "disk_size": "1GiB"})
         self._engines[DISK].answer()
