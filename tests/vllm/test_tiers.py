@@ -99,7 +99,7 @@ def test_the_options():
     assert settings.settings_of(engine(DISK)).save.value == "through"
     found = settings.settings_of(engine(SERVICE | {"peers": "3", "peer_transport": "nixl"}))
     num_blocks, (tier,) = settings.tiers_of(cache_config(), found)
-    assert (found.peers, found.peer_transport.value, tier.num_blocks) == (3, "nixl", 3 * num_blocks)
+    assert (found.peers, found.peer_transport.value, tier.num_blocks) == (3, "nixl", 4 * num_blocks)
     assert settings.settings_of(engine(SERVICE)).peers == 0
 
 
