@@ -82,6 +82,17 @@ def test_a_request_whose_load_failed_is_computed_and_not_offered_the_same_hit(is
     assert planner.matched(request("other", 40), 0) == (0 if is_broken else 36)
 
 
+def test_what_is_shorter_than_the_least_load_is_computed(planner):
+    stored(planner, 36)
+    planner._min_load = 12
+    found = [
+        planner.matched(request(f"{length} from {own}", length), own)
+        for length, own in ((40, 0), (14, 0), (13, 0), (12, 0))
+    ]
+    assert found == [36, 12, 12, 0]
+    assert [planner.matched(request(f"from {own}", 40), own) for own in (24, 28)] == [12, 0]
+
+
 def test_a_request_that_waits_for_blocks_of_vllm_holds_none_in_host_memory(planner):
     stored(planner, 36)
     one = request("one", 40)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from tempfile import TemporaryDirectory
 
 import pytest
@@ -65,6 +66,23 @@ def test_every_page_that_is_read_is_right(save, lag, tmp_path, monkeypatch):
     assert counts.loaded_tokens > 200
     assert save is None or replica.tiers.counters.saved > 20
     assert (replica.block_counts.held, set(replica.tiers.open_jobs().values())) == (0, {0})
+
+
+@pytest.mark.parametrize("has_disk", [False, True], ids=["host", "disk"])
+def test_no_load_has_fewer_tokens_than_the_option(has_disk, tmp_path, monkeypatch):
+    take, taken = Planner.take, list[int]()
+
+    def noted(self, request, tables, num_external):
+        taken.extend([num_external] if num_external else [])
+        take(self, request, tables, num_external)
+
+    monkeypatch.setattr(Planner, "take", noted)
+    least = 6 * BLOCK
+    settings = options(70, tmp_path / "disk", 300) if has_disk else options(600)
+    world = played(9, replace(settings, min_load=least), 1)
+    assert (world.wrong, world.planner.counts.mismatched) == (0, 0)
+    assert min(taken) >= least
+    assert not has_disk or world.planner.counts.fetched_loads > 0
 
 
 @pytest.mark.parametrize("window", [3, 8], ids=["window within a block", "window of two blocks"])

@@ -69,7 +69,7 @@ def engine(given=None, **other):
             data_parallel_index=3,
             data_parallel_size=4,
         ),
-        "model_config": SimpleNamespace(enable_sleep_mode=False, served_model_name="model"),
+        "model_config": SimpleNamespace(enable_sleep_mode=False, served_model_name="model", max_model_len=4096),
         "additional_config": {"kvplane": {"mode": "mirror", "replica": "device"}},
         "speculative_config": None,
         "lora_config": None,
@@ -101,6 +101,7 @@ def test_the_options():
     num_blocks, (tier,) = settings.tiers_of(cache_config(), found)
     assert (found.peers, found.peer_transport.value, tier.num_blocks) == (3, "nixl", 4 * num_blocks)
     assert settings.settings_of(engine(SERVICE)).peers == 0
+    assert [settings.settings_of(engine(DISK | more)).min_load for more in ({}, {"min_load": "256"})] == [0, 256]
 
 
 @pytest.mark.parametrize(
@@ -113,6 +114,9 @@ def test_the_options():
         ({"host": "1GiB", "disk_size": "1GiB"}, "disk_size"),
         (DISK | {"save": "never"}, "save"),
         (DISK | {"load_timeout": "soon"}, "load_timeout"),
+        (DISK | {"min_load": "few"}, "min_load"),
+        (DISK | {"min_load": "-1"}, "min_load"),
+        (DISK | {"min_load": "4097"}, "min_load"),
         ({"host": "1GiB", "hosts": "1GiB"}, "hosts"),
         ({"host": "1GiB", "address": "kvplane:7070"}, "replica"),
         ({"host": "1GiB", "replica": "r"}, "replica"),

@@ -98,7 +98,7 @@ class World:
         self.rank = self.start_rank(config, settings, views)
         num_blocks, tiers = tiers_of(cache(), settings)
         spec = host_spec(self.engine(BUDGET * (lag + 1)), num_blocks, tiers, events=service is not None)
-        self.planner = Planner(HostAllocator(spec, self.ready, service=service), 5.0, is_v2=is_v2)
+        self.planner = Planner(HostAllocator(spec, self.ready, service=service), 5.0, settings.min_load, is_v2)
         self.prompts = [[self.rng.randrange(9) for _ in range(72)] for _ in range(4)]
         self.free = list(range(1, NUM_BLOCKS))
         self.requests: dict[str, Request] = {}

@@ -129,7 +129,8 @@ class KvplaneConnector(KVConnectorBase_V1, SupportsHMA):
             service = Service(target)
         spec = host_spec(self._spec, num_blocks, tiers if has_tiers else (), events=service is not None)
         host = HostAllocator(spec, ranks, self._keys(spec, ranks) if has_tiers else None, service)
-        self.planner = Planner(host, self.settings.load_timeout_s, is_v2=self._config.use_v2_model_runner)
+        given, is_v2 = self.settings, self._config.use_v2_model_runner
+        self.planner = Planner(host, given.load_timeout_s, given.min_load, is_v2)
         slots = sum(one.num_blocks for one in spec.tiers)
         where = "of peers" if self.settings.peers else "on disk"
         _log.info("kvplane's tiers: %d blocks in host memory, %d %s, %d keys kept", num_blocks, slots, where, host.kept)

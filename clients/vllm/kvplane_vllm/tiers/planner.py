@@ -62,8 +62,10 @@ class _Grows:
 class Planner:
     """The shadows of all requests, and the orders of the next step."""
 
-    def __init__(self, host: HostAllocator, load_timeout_s: float, is_v2: bool = False) -> None:
-        """`is_v2`: a step writes to blocks before the connector is called, as vLLM's V2 runner."""
+    def __init__(self, host: HostAllocator, load_timeout_s: float, min_load: int = 0, is_v2: bool = False) -> None:
+        """`min_load`: fewer tokens than these are computed. `is_v2`: a step writes to blocks before the connector is
+        called, as vLLM's V2 runner.
+        """
         self.host, self._is_v2, self.counts = host, is_v2, Counts()
         spec = host.replica.spec
         self._sizes = [group.block_size for group in spec.groups]
@@ -72,7 +74,7 @@ class Planner:
         # No look-up finds such a hit: a row that expects it is answered with the hit there is, and changes nothing.
         self._no_hit = spec.max_model_len
         self._load = int(RowFlag.LOAD) if spec.tiers else 0
-        self._timeout_s, self._clock = load_timeout_s, time.monotonic
+        self._timeout_s, self._min_load, self._clock = load_timeout_s, max(1, min_load), time.monotonic
         self._shadows: dict[str, Shadow] = {}
         self._by_slot: dict[int, Shadow] = {}
         self._news: list[News] = []
@@ -109,12 +111,12 @@ class Planner:
         found = self._hit_of(shadow, flags)
         if flags and found > num_computed:
             in_host = self._hit_of(shadow)
-            if found > max(in_host, num_computed) and self._fetch(shadow):
+            if found - max(in_host, num_computed) >= self._min_load and self._fetch(shadow):
                 shadow.since = shadow.since or self._clock()
                 return None
             found = in_host
         shadow.asked, shadow.since = num_computed, 0.0
-        return max(0, found - num_computed)
+        return found - num_computed if found - num_computed >= self._min_load else 0
 
     def _has_waited(self, shadow: Shadow) -> bool:
         """Whether the disk has been read for a shadow, or may be now, or the time for that is over."""

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 FIELD = "kv_transfer_config.kv_connector_extra_config"
 OPTIONS = (
-    "host", "disk", "disk_size", "save", "load_timeout", "address", "replica", "peers", "peer_transport", *ACCESS
+    "host", "disk", "disk_size", "save", "load_timeout", "min_load",
+    "address", "replica", "peers", "peer_transport", *ACCESS,
 )  # fmt: skip
 RETAINED_PERCENT = 25  # of host memory and of the disk, for one owner
 LEAVE_OUT = "leave --kv-transfer-config out"
@@ -112,6 +113,7 @@ class Settings:
         service: follows the tiers; None = no service knows them.
         peers: engines that one is loaded from, as if each had as much host memory; 0 = from none, and it lends none.
         peer_transport: how their host memory is read.
+        min_load: fewer tokens than these are computed, not loaded.
     """
 
     host_bytes: int
@@ -122,6 +124,7 @@ class Settings:
     service: Target | None = None
     peers: int = 0
     peer_transport: PeerTransport = PeerTransport.SHARED_MEMORY
+    min_load: int = 0
 
 
 def settings_of(config: VllmConfig) -> Settings:
@@ -162,7 +165,15 @@ def settings_of(config: VllmConfig) -> Settings:
         _service_of(config, given) if "address" in given else None,
         peers,
         PeerTransport(given.get("peer_transport", PeerTransport.SHARED_MEMORY.value)),
+        _number("min_load", given.get("min_load", "0"), 0, config.model_config.max_model_len, "tokens"),
     )
+
+
+def _number(name: str, given: str, least: int, most: int, unit: str) -> int:
+    """Return the number that an option gives. Raises InvalidArgument."""
+    if not (given.isascii() and given.isdecimal()) or not least <= int(given) <= most:
+        raise _wrong(name, f"{given!r} is no number of {unit}", f"give {least} to {most}")
+    return int(given)
 
 
 def _peers_of(given: dict[str, str]) -> int:
@@ -175,12 +186,11 @@ def _peers_of(given: dict[str, str]) -> int:
         raise _wrong("peers", "a service says what peers have", "give address and replica too")
     if "disk" in given:
         raise _wrong("peers", "there was no test of peers with a disk", "leave peers, or disk and disk_size, out")
-    if not given["peers"].isdecimal() or not 1 <= int(given["peers"]) <= MAX_PEERS:
-        raise _wrong("peers", f"{given['peers']!r} is no number of engines", f"give 1 to {MAX_PEERS}")
+    number = _number("peers", given["peers"], 1, MAX_PEERS, "engines")
     ways = [one.value for one in PeerTransport]
     if given.get("peer_transport", ways[0]) not in ways:
         raise _wrong("peer_transport", f"{given['peer_transport']!r} is no transport", f"give one of {', '.join(ways)}")
-    return int(given["peers"])
+    return number
 
 
 def _service_of(config: VllmConfig, given: dict[str, str]) -> Target:
