@@ -106,6 +106,7 @@ async def test_a_fleet_learns_all_that_the_engine_has(engine):
         assert place.batches == 300
         assert not place.faults.counts
         last = next(reversed([one for _, one in zip(range(300), batches(0), strict=False)]))[0]
+        await until(lambda: not order_of(fleet).replaying)  # it looks whether it lacks something from time to time
         (claim,) = fleet.claims("", Prompt([*last["token_ids"], 1]))
         assert claim.tokens == len(last["token_ids"])
         assert claim.inexact == ""
