@@ -35,6 +35,7 @@ from kvplane_vllm.tiers.planner import Planner
 from kvplane_worker.tiers import DiskSlots
 
 SLOW_S = 0.02  # a save takes as long as some steps
+EMPTY_STEP_S = 0.001  # of vLLM's loop
 STEPS = 150  # before a kill, unless the fault says how many
 ROUNDS = 5  # of all prompts
 HANG_S = 3.0  # that a read takes, on four threads
@@ -214,6 +215,19 @@ class Live:
             return add(request)
 
         self.scheduler.add_request = noted
+        self._let_others_run()
+
+    def _let_others_run(self) -> None:
+        """Sleep behind a schedule() of nothing, as vLLM's own loop does: copies end within a few steps."""
+        schedule = self.scheduler.schedule
+
+        def waited(*args: Any, **options: Any) -> Any:
+            output = schedule(*args, **options)
+            if not output.total_num_scheduled_tokens:
+                time.sleep(EMPTY_STEP_S)
+            return output
+
+        self.scheduler.schedule = waited
 
     def _count_loads(self, connector: Any) -> None:
         note = connector.update_state_after_alloc
